@@ -1,0 +1,63 @@
+"""Kernels of `rollout`: a small set of operations, each row-invariant, with gradients, on several backends.
+
+>>> import rollout_kernels as rk
+>>> out = rk.linear(x, weight)  # C++ on CPU tensors, compiled on first use; plain torch where there is no compiler
+>>> with rk.use_backend("reference"):
+...     expected = rk.linear(x, weight)
+"""
+
+from rollout_kernels.cpu.build import BuildError
+from rollout_kernels.dispatch import backend_info, set_backend, use_backend
+from rollout_kernels.operations import (
+    copy_blocks,
+    copy_blocks_between,
+    fingerprint,
+    kv_cache_shapes,
+    linear,
+    linear_token_logprobs,
+    noise_bits,
+    paged_attention,
+    rms_norm,
+    rotary_embedding,
+    sample,
+    silu_and_mul,
+    token_logprobs,
+    token_logprobs_and_entropy,
+    varlen_attention,
+    write_kv,
+)
+from rollout_kernels.results import (
+    STATUS_NOT_NUMBERS,
+    STATUS_NOTHING_LEFT,
+    STATUS_OK,
+    SampleArguments,
+    SampleResult,
+)
+
+__all__ = [
+    "STATUS_NOTHING_LEFT",
+    "STATUS_NOT_NUMBERS",
+    "STATUS_OK",
+    "BuildError",
+    "SampleArguments",
+    "SampleResult",
+    "backend_info",
+    "copy_blocks",
+    "copy_blocks_between",
+    "fingerprint",
+    "kv_cache_shapes",
+    "linear",
+    "linear_token_logprobs",
+    "noise_bits",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "sample",
+    "set_backend",
+    "silu_and_mul",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+    "use_backend",
+    "varlen_attention",
+    "write_kv",
+]

@@ -1,0 +1,181 @@
+"""Checks of the arguments of the public operations: cheap, before any kernel runs, naming the argument.
+
+`TypeError` for a wrong dtype, `ValueError` for a wrong shape or layout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout_kernels.results import SampleArguments
+
+MODEL_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def fail_shape(name: str, tensor: torch.Tensor, wanted: str) -> None:
+    raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be {wanted}")
+
+
+def model_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in MODEL_DTYPES:
+        raise TypeError(f"{name} is {dtype}: it must be bfloat16 or float32 (or float64, for the reference)")
+
+
+def same_dtype(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if tensor.dtype is not other.dtype:
+        raise TypeError(f"{name} is {tensor.dtype} and {other_name} is {other.dtype}: they must be the same")
+
+
+def has_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name} is {tensor.dtype}: it must be {dtype}")
+
+
+def unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """The last dimension lies contiguous."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
+
+
+def vector(name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+    """A contiguous vector of this length and dtype."""
+    has_dtype(name, tensor, dtype)
+    if tensor.dim() != 1 or tensor.shape[0] != length:
+        fail_shape(name, tensor, f"[{length}]")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    model_dtype("x", x.dtype)
+    model_dtype("out_dtype", out_dtype)
+    same_dtype("x", x, "weight", weight)
+    if weight.dim() != 2:
+        fail_shape("weight", weight, "[N, K]")
+    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        fail_shape("x", x, f"[T, {weight.shape[1]}]")
+    unit_stride("x", x)
+    unit_stride("weight", weight)
+    if bias is not None:
+        vector("bias", bias, weight.shape[0], weight.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    for name, dtype in (("x", x.dtype), ("weight", weight.dtype), ("out_dtype", out_dtype)):
+        model_dtype(name, dtype)
+    if x.dim() != 2:
+        fail_shape("x", x, "[T, H]")
+    vector("weight", weight, x.shape[1], weight.dtype)
+    unit_stride("x", x)
+    if residual is not None:
+        has_dtype("residual", residual, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if residual.shape != x.shape:
+            fail_shape("residual", residual, str(tuple(x.shape)))
+        unit_stride("residual", residual)
+    if residual is None and x.dtype is torch.float32 and not x.is_contiguous():
+        raise ValueError("x has rows apart: without a residual, a float32 x must be contiguous, since it is returned")
+
+
+def _heads(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of a tensor [T, H, D] whose heads lie side by side; rows may be apart."""
+    shape = tuple(tensor.shape)
+    if len(shape) != 3:
+        fail_shape(name, tensor, "[T, H, D]")
+    strides = tensor.stride()
+    if (strides[2] != 1 and shape[2] > 1) or (strides[1] != shape[2] and shape[1] > 1):
+        raise ValueError(f"{name} has strides {strides}: the heads of a row must lie side by side")
+    return shape
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    model_dtype("q", q.dtype)
+    same_dtype("k", k, "q", q)
+    num_tokens, _, head_dim = _heads("q", q)
+    k_tokens, _, k_dim = _heads("k", k)
+    if head_dim % 2:
+        fail_shape("q", q, "[T, H, D] with an even head dimension")
+    if k_tokens != num_tokens or k_dim != head_dim:
+        fail_shape("k", k, f"[{num_tokens}, H, {head_dim}]")
+    vector("positions", positions, q.shape[0], torch.int64)
+    has_dtype("cos_sin", cos_sin, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if cos_sin.dim() != 2 or cos_sin.shape[1] != q.shape[2] or not cos_sin.is_contiguous():
+        fail_shape("cos_sin", cos_sin, f"[max_pos, {q.shape[2]}] and contiguous")
+
+
+def silu_and_mul(x: torch.Tensor) -> None:
+    model_dtype("x", x.dtype)
+    if x.dim() != 2 or x.shape[1] % 2:
+        fail_shape("x", x, "[T, 2I]")
+    unit_stride("x", x)
+
+
+def packed_kv(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Keys and values [T, Hkv, D] of one dtype, rows possibly apart."""
+    model_dtype("k", k.dtype)
+    same_dtype("k", k, "v", v)
+    _heads("k", k)
+    _heads("v", v)
+    if k.shape != v.shape:
+        fail_shape("v", v, f"that of k, {tuple(k.shape)}")
+
+
+def kv_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, like: torch.Tensor, head_dim: int) -> None:
+    same_dtype("k_cache", k_cache, "v_cache", v_cache)
+    if k_cache.dtype is not like.dtype:
+        raise TypeError(f"k_cache is {k_cache.dtype} and the tokens are {like.dtype}: they must be the same")
+    padded = -(-head_dim // 16) * 16
+    paired = k_cache.dtype is torch.bfloat16
+    wanted_k = (padded // 2, 16, 2) if paired else (padded, 16)
+    wanted_v = (8, padded, 2) if paired else (16, padded)
+    if k_cache.shape[2:] != wanted_k:
+        fail_shape("k_cache", k_cache, f"[tiles, H, {', '.join(map(str, wanted_k))}]: see kv_cache_shapes")
+    if v_cache.shape[2:] != wanted_v or v_cache.shape[:2] != k_cache.shape[:2]:
+        fail_shape("v_cache", v_cache, f"[tiles, H, {', '.join(map(str, wanted_v))}]: see kv_cache_shapes")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
+
+
+def query_heads(q: torch.Tensor, num_kv_heads: int) -> None:
+    model_dtype("q", q.dtype)
+    _heads("q", q)
+    if q.shape[1] % num_kv_heads:
+        fail_shape("q", q, f"[T, Hq, D] with Hq a multiple of the {num_kv_heads} key-value heads")
+
+
+def query_start(starts: torch.Tensor, num_tokens: int) -> None:
+    vector("query_start", starts, starts.shape[0], torch.int32)
+    ends = starts[:: max(starts.shape[0] - 1, 1)].tolist()  # the first and the last: one read
+    if ends != [0, num_tokens][: len(ends)] or len(ends) < 2 - (num_tokens == 0):
+        raise ValueError(f"query_start must go from 0 to the number of tokens, {num_tokens}")
+
+
+def sample(logits: torch.Tensor, arguments: SampleArguments) -> None:
+    has_dtype("logits", logits, torch.float32)
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        fail_shape("logits", logits, "[R, V]")
+    unit_stride("logits", logits)
+    draws = arguments.temperature.shape[0]
+    for name in ("temperature", "top_p", "min_p"):
+        vector(name, getattr(arguments, name), draws, torch.float32)
+    vector("top_k", arguments.top_k, draws, torch.int32)
+    for name in ("seed", "sample_index", "position"):
+        vector(name, getattr(arguments, name), draws, torch.int64)
+    if arguments.row_index is not None:
+        vector("row_index", arguments.row_index, draws, torch.int64)
+    if arguments.banned is not None:
+        start, ids = arguments.banned
+        vector("banned", start, draws + 1, torch.int32)
+        vector("banned", ids, ids.shape[0], torch.int32)
+        if int(start[-1]) > ids.shape[0]:
+            raise ValueError(f"banned offsets end at {int(start[-1])}, but there are {ids.shape[0]} ids")
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor) -> None:
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"logits is {logits.dtype}: it must be float32")
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        fail_shape("logits", logits, "[R, V]")
+    unit_stride("logits", logits)
+    vector("token_ids", token_ids, logits.shape[0], torch.int64)
+    if isinstance(temperature, torch.Tensor):
+        vector("temperature", temperature, logits.shape[0], torch.float32)

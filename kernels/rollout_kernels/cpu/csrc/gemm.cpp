@@ -1,0 +1,211 @@
+// out = x @ weight^T + bias, row-invariant: each output is one dot product over K in one fixed order.
+//
+// The lanes of an accumulator run over K (32 bfloat16 pairs-of-pairs, or 16 floats, a step), one accumulator an
+// output, and end in one fixed tree of additions. Register tiles of several rows and columns share loads only, so an
+// output has the same bits whatever stands beside it. Weights are read where the checkpoint's layout has them.
+#include <omp.h>
+
+#include "simd.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+RK_INLINE __m512 add_halves(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+
+// Sums each of 16 vectors; lane i of the result is the sum of v[i]. Every sum takes the same tree.
+RK_INLINE v16f reduce16(const __m512* v) {
+  __m512 quads[4];
+  for (int i = 0; i < 4; i++) {
+    __m512 a = v[4 * i], b = v[4 * i + 1], c = v[4 * i + 2], d = v[4 * i + 3];
+    __m512 ab = add_halves(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = add_halves(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    quads[i] = add_halves(
+        _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+  }
+  __m512 pq = add_halves(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+  __m512 rs = add_halves(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+  return (v16f)add_halves(_mm512_shuffle_f32x4(pq, rs, 0x88), _mm512_shuffle_f32x4(pq, rs, 0xdd));
+}
+#else
+RK_INLINE v16f reduce16(const v16f* v) {
+  v16f result;
+  for (int i = 0; i < 16; i++) result[i] = horizontal_sum(v[i]);
+  return result;
+}
+#endif
+
+struct Float32 {
+  typedef float element;
+#if defined(__AVX512F__)
+  typedef __m512 accumulator;
+#else
+  typedef v16f accumulator;
+#endif
+  typedef v16f vector;
+  static constexpr long step = 16;
+  static inline __attribute__((always_inline)) vector load_full(const float* p) { return load(p); }
+  static inline __attribute__((always_inline)) vector load_tail(const float* p, long count) { return load_partial(p, count); }
+  static inline __attribute__((always_inline)) accumulator multiply_add(accumulator acc, vector a, vector b) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps((__m512)a, (__m512)b, acc);
+#else
+    return acc + a * b;
+#endif
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Bfloat16 {
+  typedef bf16 element;
+  typedef __m512 accumulator;
+  typedef __m512i vector;
+  static constexpr long step = 32;
+  static inline __attribute__((always_inline)) vector load_full(const bf16* p) { return _mm512_loadu_si512(p); }
+  static inline __attribute__((always_inline)) vector load_tail(const bf16* p, long count) {
+    return _mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), p);
+  }
+  static inline __attribute__((always_inline)) accumulator multiply_add(accumulator acc, vector a, vector b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+  }
+};
+#else
+struct Bfloat16 : Float32 {
+  typedef bf16 element;
+  static inline __attribute__((always_inline)) vector load_full(const bf16* p) { return load(p); }
+  static inline __attribute__((always_inline)) vector load_tail(const bf16* p, long count) { return load_partial(p, count); }
+};
+#endif
+
+struct Problem {
+  const char* x;
+  const char* w;
+  const char* bias;
+  char* out;
+  long x_stride, w_stride, out_stride, K;
+  int bias_dtype, out_dtype;
+};
+
+RK_INLINE float read_scalar(const char* base, int dtype, long i) {
+  return dtype == RK_BFLOAT16 ? bf16_to_float(((const bf16*)base)[i]) : ((const float*)base)[i];
+}
+
+// One register tile: `Rows` rows of x against `Columns` rows of the weight. `prefetch` is what the next tile reads.
+template <typename Type, int Rows, int Columns>
+RK_INLINE void tile(const Problem& p, long row, long column, const char* prefetch, long prefetch_stride) {
+  typedef typename Type::element element;
+  typedef typename Type::accumulator accumulator;
+  const element* x[Rows];
+  const element* w[Columns];
+  for (int r = 0; r < Rows; r++) x[r] = (const element*)p.x + (row + r) * p.x_stride;
+  for (int c = 0; c < Columns; c++) w[c] = (const element*)p.w + (column + c) * p.w_stride;
+  accumulator acc[Rows * Columns] = {};
+  long k = 0;
+  for (; k + Type::step <= p.K; k += Type::step) {
+    typename Type::vector xs[Rows];
+    for (int r = 0; r < Rows; r++) xs[r] = Type::load_full(x[r] + k);
+    for (int c = 0; c < Columns; c++) {
+      typename Type::vector ws = Type::load_full(w[c] + k);
+      if (prefetch) __builtin_prefetch(prefetch + c * prefetch_stride + k * (long)sizeof(element), 0, 3);
+      for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
+    }
+  }
+  if (k < p.K) {
+    typename Type::vector xs[Rows];
+    for (int r = 0; r < Rows; r++) xs[r] = Type::load_tail(x[r] + k, p.K - k);
+    for (int c = 0; c < Columns; c++) {
+      typename Type::vector ws = Type::load_tail(w[c] + k, p.K - k);
+      for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
+    }
+  }
+  constexpr int outputs = Rows * Columns;
+  float sums[(outputs + 15) / 16 * 16];
+  for (int base = 0; base < outputs; base += 16) {
+    accumulator group[16] = {};
+    for (int i = 0; i < 16 && base + i < outputs; i++) group[i] = acc[base + i];
+    store(sums + base, reduce16(group));
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int c = 0; c < Columns; c++) {
+      float value = sums[r * Columns + c];
+      if (p.bias) value += read_scalar(p.bias, p.bias_dtype, column + c);
+      if (p.out_dtype == RK_BFLOAT16)
+        ((bf16*)p.out)[(row + r) * p.out_stride + column + c] = float_to_bf16(value);
+      else
+        ((float*)p.out)[(row + r) * p.out_stride + column + c] = value;
+    }
+}
+
+template <typename Type, int Columns>
+RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long column, const char* prefetch, long stride) {
+  // The prefetch of the next columns is spread over the rows: the first tile of each strip asks for them.
+  for (; row + 4 <= rows_end; row += 4, prefetch = nullptr) tile<Type, 4, Columns>(p, row, column, prefetch, stride);
+  switch (rows_end - row) {
+    case 3: tile<Type, 3, Columns>(p, row, column, prefetch, stride); break;
+    case 2: tile<Type, 2, Columns>(p, row, column, prefetch, stride); break;
+    case 1: tile<Type, 1, Columns>(p, row, column, prefetch, stride); break;
+  }
+}
+
+template <typename Type>
+void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
+  const long bytes = (long)sizeof(typename Type::element), stride = p.w_stride * bytes;
+  if (rows_end - row == 1) {
+    for (; column + 16 <= columns_end; column += 16) {
+      bool more = column + 32 <= columns_end;
+      tile<Type, 1, 16>(p, row, column, more ? p.w + (column + 16) * stride : nullptr, stride);
+    }
+  }
+  for (; column + 4 <= columns_end; column += 4) {
+    bool more = column + 8 <= columns_end;
+    rows_of_tiles<Type, 4>(p, row, rows_end, column, more ? p.w + (column + 4) * stride : nullptr, stride);
+  }
+  for (; column < columns_end; column++) rows_of_tiles<Type, 1>(p, row, rows_end, column, nullptr, 0);
+}
+
+long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Work is cut into blocks of rows (whose x stays in the first-level cache) and of columns (whose weights stay in the
+// second-level cache while all rows pass). Which thread takes which block changes no output.
+template <typename Type>
+void multiply(const Problem& p, long T, long N) {
+  const long row_bytes = p.K * (long)sizeof(typename Type::element);
+  long rows = (24 * 1024 / row_bytes) / 4 * 4;
+  rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
+  if (T <= 16) rows = 16;
+  long threads = omp_get_max_threads();
+  long columns = (256 * 1024 / row_bytes) / 16 * 16;
+  columns = columns < 16 ? 16 : columns;
+  long share = round_up((N + threads - 1) / threads, 16);
+  if (columns > share) columns = share;
+  const long num_column_blocks = (N + columns - 1) / columns;
+  if (threads == 1 || (double)T * N * p.K < 20000.0) {
+    for (long j = 0; j < num_column_blocks; j++)
+      for (long r = 0; r < T; r += rows)
+        block<Type>(p, r, r + rows < T ? r + rows : T, j * columns, (j + 1) * columns < N ? (j + 1) * columns : N);
+    return;
+  }
+  // Many rows and few column blocks: also split the rows, in strips of whole row blocks.
+  long strips = 1;
+  while (num_column_blocks * strips < threads * 2 && T / (strips * 2) >= rows) strips *= 2;
+  const long strip = round_up((T + strips - 1) / strips, rows);
+#pragma omp parallel for schedule(static) collapse(2)
+  for (long j = 0; j < num_column_blocks; j++)
+    for (long s = 0; s < strips; s++) {
+      long end = (s + 1) * strip < T ? (s + 1) * strip : T;
+      for (long r = s * strip; r < end; r += rows)
+        block<Type>(p, r, r + rows < end ? r + rows : end, j * columns, (j + 1) * columns < N ? (j + 1) * columns : N);
+    }
+}
+
+}  // namespace
+
+extern "C" void rk_linear(const void* x, long x_row_stride, int x_dtype, const void* w, long w_row_stride, int w_dtype,
+                          const void* bias, void* out, long out_row_stride, int out_dtype, long T, long N, long K) {
+  Problem p = {(const char*)x, (const char*)w, (const char*)bias, (char*)out, x_row_stride, w_row_stride,
+               out_row_stride, K, w_dtype, out_dtype};
+  if (x_dtype == RK_BFLOAT16)
+    multiply<Bfloat16>(p, T, N);
+  else
+    multiply<Float32>(p, T, N);
+}

@@ -1,0 +1,291 @@
+"""Calls of the C++ kernels. Arguments have been checked by `dispatch.py`; shapes and meanings are documented there."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+from rollout_kernels.cpu.bindings import CSampleArguments, bind
+from rollout_kernels.cpu.build import load_library
+from rollout_kernels.errors import draw_error, logprob_error, position_error, slot_error
+from rollout_kernels.results import SampleArguments, SampleResult
+
+_DTYPE = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Threads(threading.local):
+    """Makes OpenMP in a new thread use as many threads as torch does: asking torch has that effect."""
+
+    def __init__(self) -> None:
+        self.num_threads = torch.get_num_threads()
+
+
+class CpuKernels:
+    """The operations on CPU tensors of bfloat16 and float32. Raises `BuildError` where they cannot be built."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        functions = bind(load_library())
+        self._threads = _Threads()
+        self._linear = functions["linear"]
+        self._rms_norm = functions["rms_norm"]
+        self._rms_norm_backward = functions["rms_norm_backward"]
+        self._rotary = functions["rotary"]
+        self._silu_and_mul = functions["silu_and_mul"]
+        self._silu_and_mul_backward = functions["silu_and_mul_backward"]
+        self._write_kv = functions["write_kv"]
+        self._copy_blocks = functions["copy_blocks"]
+        self._paged_attention = functions["paged_attention"]
+        self._attention_backward = functions["attention_backward"]
+        self._sample = functions["sample"]
+        self._noise_bits = functions["noise_bits"]
+        self._token_logprobs = functions["token_logprobs"]
+        self._token_logprobs_backward = functions["token_logprobs_backward"]
+        self._fingerprint = functions["fingerprint"]
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        _ = self._threads.num_threads
+        rows, depth = x.shape
+        columns = weight.shape[0]
+        out = torch.empty((rows, columns), dtype=out_dtype)
+        code = _DTYPE[x.dtype]
+        self._linear(
+            *(x.data_ptr(), x.stride(0), code, weight.data_ptr(), weight.stride(0), code),
+            *(_pointer(bias), out.data_ptr(), columns, _DTYPE[out_dtype], rows, columns, depth),
+        )
+        return out
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _ = self._threads.num_threads
+        rows, size = x.shape
+        out = torch.empty((rows, size), dtype=out_dtype)
+        same = residual is None and x.dtype is torch.float32
+        total = x if same else torch.empty((rows, size), dtype=torch.float32)
+        self._rms_norm(
+            *(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], weight.data_ptr(), _DTYPE[weight.dtype], eps),
+            *((None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+            *(out.data_ptr(), _DTYPE[out_dtype], None if same else total.data_ptr(), rows, size),
+        )
+        return out, total
+
+    def rms_norm_backward(
+        self,
+        grad: torch.Tensor,
+        grad_total: torch.Tensor | None,
+        total: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        x_dtype: torch.dtype | None,
+        with_residual: bool,
+        with_weight: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        _ = self._threads.num_threads
+        rows, size = total.shape
+        grad_x = None if x_dtype is None else torch.empty((rows, size), dtype=x_dtype)
+        grad_residual = torch.empty((rows, size), dtype=torch.float32) if with_residual else None
+        grad_weight = torch.empty(size, dtype=torch.float32) if with_weight else None
+        inverse_rms = torch.empty(rows, dtype=torch.float32)
+        self._rms_norm_backward(
+            *(grad.data_ptr(), _DTYPE[grad.dtype], _pointer(grad_total), total.data_ptr()),
+            *(weight.data_ptr(), _DTYPE[weight.dtype], eps, _pointer(grad_x), _DTYPE[x_dtype or torch.float32]),
+            *(_pointer(grad_residual), inverse_rms.data_ptr(), _pointer(grad_weight), rows, size),
+        )
+        return grad_x, grad_residual, grad_weight
+
+    def rotate_(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, direction: float
+    ) -> None:
+        _ = self._threads.num_threads
+        rows, heads, head_dim = q.shape
+        # fmt: off
+        bad = self._rotary(
+            q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), k.shape[1], _DTYPE[q.dtype], head_dim,
+            positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[0], direction, rows,
+        )
+        # fmt: on
+        if bad:
+            raise position_error(positions, bad - 1, cos_sin.shape[0])
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        _ = self._threads.num_threads
+        rows, size = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, size), dtype=x.dtype)
+        self._silu_and_mul(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], out.data_ptr(), rows, size)
+        return out
+
+    def silu_and_mul_backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        _ = self._threads.num_threads
+        rows, size = grad.shape
+        grad_x = torch.empty((rows, 2 * size), dtype=x.dtype)
+        self._silu_and_mul_backward(
+            grad.data_ptr(), x.data_ptr(), x.stride(0), _DTYPE[x.dtype], grad_x.data_ptr(), rows, size
+        )
+        return grad_x
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        _ = self._threads.num_threads
+        tokens, heads, head_dim = k.shape
+        # fmt: off
+        bad = self._write_kv(
+            k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), _DTYPE[k.dtype],
+            k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_cache.shape[0] * 16,
+            tokens, heads, head_dim,
+        )
+        # fmt: on
+        if bad:
+            raise slot_error(slot_mapping, bad - 1, k_cache.shape[0] * 16)
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_size: int,
+        scale: float,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _ = self._threads.num_threads
+        tokens, heads, head_dim = q.shape
+        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
+        lse = torch.empty((tokens, heads), dtype=torch.float32) if return_lse else None
+        self._paged_attention(
+            *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), _DTYPE[q.dtype]),
+            *(block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr()),
+            *(seq_lens.shape[0], heads, k_cache.shape[1], head_dim, block_size, scale),
+            *(out.data_ptr(), _pointer(lse)),
+        )
+        return out, lse
+
+    def attention_backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        query_start: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _ = self._threads.num_threads
+        grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
+        self._attention_backward(
+            *(grad.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(out.data_ptr(), lse.data_ptr(), _DTYPE[q.dtype], query_start.data_ptr(), query_start.shape[0] - 1),
+            *(q.shape[1], k.shape[1], q.shape[2], scale, *(tensor.data_ptr() for tensor in grads)),
+        )
+        return grads[0], grads[1], grads[2]
+
+    def copy_blocks(
+        self,
+        sources: list[torch.Tensor],
+        destinations: list[torch.Tensor],
+        pairs: list[tuple[int, int]],
+        tiles_per_block: int,
+    ) -> None:
+        _ = self._threads.num_threads
+        count = len(sources)
+        source_pointers = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in sources))
+        target_pointers = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in destinations))
+        block_bytes = (ctypes.c_int64 * count)(
+            *(tensor.stride(0) * tensor.element_size() * tiles_per_block for tensor in sources)
+        )
+        flat_pairs = (ctypes.c_int64 * (2 * len(pairs)))(*(block for pair in pairs for block in pair))
+        arrays = [ctypes.addressof(array) for array in (source_pointers, target_pointers, block_bytes, flat_pairs)]
+        self._copy_blocks(arrays[0], arrays[1], arrays[2], count, arrays[3], len(pairs))
+
+    def sample(self, logits: torch.Tensor, arguments: SampleArguments) -> SampleResult:
+        _ = self._threads.num_threads
+        draws = arguments.temperature.shape[0]
+        raw, sampled, mass, entropy = torch.empty((4, draws), dtype=torch.float32).unbind()
+        token_ids, status = torch.empty(draws, dtype=torch.int64), torch.empty(draws, dtype=torch.uint8)
+        result = SampleResult(token_ids, raw, sampled, mass, entropy, status)
+        start, ids = arguments.banned or (None, None)
+        c_arguments = CSampleArguments(
+            *(logits.data_ptr(), logits.stride(0), logits.shape[1], draws, logits.shape[0]),
+            *(arguments.temperature.data_ptr(), arguments.top_k.data_ptr(), arguments.top_p.data_ptr()),
+            *(arguments.min_p.data_ptr(), arguments.seed.data_ptr(), arguments.sample_index.data_ptr()),
+            *(arguments.position.data_ptr(), _pointer(arguments.row_index), _pointer(start), _pointer(ids)),
+            *(result.token_ids.data_ptr(), result.raw_logprobs.data_ptr(), result.sampled_logprobs.data_ptr()),
+            *(result.kept_mass.data_ptr(), result.entropy.data_ptr(), result.status.data_ptr()),
+        )
+        bad = self._sample(ctypes.byref(c_arguments))
+        if bad:
+            raise draw_error(arguments, bad // 8 - 1, bad % 8)
+        return result
+
+    def noise_bits(self, seed: int, sample_index: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+        bits = torch.empty(token_ids.shape, dtype=torch.int64)
+        self._noise_bits(seed, sample_index, position, token_ids.data_ptr(), bits.data_ptr(), token_ids.numel())
+        return bits
+
+    def token_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _ = self._threads.num_threads
+        rows, size = logits.shape
+        logprobs = torch.empty(rows, dtype=torch.float32)
+        entropy = torch.empty(rows, dtype=torch.float32)
+        bad = self._token_logprobs(
+            *(logits.data_ptr(), logits.stride(0), token_ids.data_ptr(), *_temperature(temperature)),
+            *(logprobs.data_ptr(), entropy.data_ptr(), rows, size),
+        )
+        if bad:
+            raise logprob_error(token_ids, temperature, bad // 4 - 1, bad % 4, size)
+        return logprobs, entropy
+
+    def token_logprobs_backward(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: float | torch.Tensor,
+        grad: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        _ = self._threads.num_threads
+        rows, size = logits.shape
+        out = torch.empty((rows, size), dtype=out_dtype)
+        self._token_logprobs_backward(
+            *(logits.data_ptr(), logits.stride(0), token_ids.data_ptr(), *_temperature(temperature)),
+            *(grad.data_ptr(), out.data_ptr(), _DTYPE[out_dtype], rows, size),
+        )
+        return out
+
+    def fingerprint(self, tensor: torch.Tensor) -> int:
+        _ = self._threads.num_threads
+        rows = tensor.shape[0] if tensor.dim() > 1 else 1
+        size = tensor.element_size()
+        row_bytes = tensor.numel() // max(rows, 1) * size
+        stride = tensor.stride(0) * size if tensor.dim() > 1 else row_bytes
+        return self._fingerprint(tensor.data_ptr(), rows, row_bytes, stride)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _temperature(temperature: float | torch.Tensor) -> tuple[int | None, float]:
+    """The pair (pointer to one a row, one for all) that the kernels take."""
+    return (temperature.data_ptr(), 0.0) if isinstance(temperature, torch.Tensor) else (None, temperature)

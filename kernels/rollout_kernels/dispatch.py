@@ -1,0 +1,106 @@
+"""Chooses who computes: a table from device and setting to a backend, loaded on first use.
+
+A backend is an object with one function for each operation, all with the same arguments: `cpu.ops.CpuKernels` or the
+module `reference`. float64 is always computed by the reference, which is then an oracle in double precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rollout_kernels import reference
+from rollout_kernels.cpu.build import BuildError, build, find_compiler, openmp_runtimes
+
+Backend = Any  # CpuKernels, or the module `reference`
+
+SETTINGS = ("auto", "cpu", "reference")
+
+# (device type, setting) -> backends to try in order
+_TABLE = {
+    ("cpu", "auto"): ("cpu", "reference"),
+    ("cpu", "cpu"): ("cpu",),
+    ("cpu", "reference"): ("reference",),
+    ("cuda", "auto"): ("reference",),
+    ("cuda", "reference"): ("reference",),
+}
+
+_setting = "auto"
+_chosen: dict[str, Backend] = {}  # device type -> backend, under the present setting
+
+
+@functools.cache
+def _cpu_kernels() -> Backend:
+    from rollout_kernels.cpu.ops import CpuKernels
+
+    return CpuKernels()
+
+
+@functools.cache
+def _warn_of_fallback(reason: str) -> None:
+    warnings.warn(f"rollout_kernels computes with the slow reference kernels: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _choose(device_type: str) -> Backend:
+    names = _TABLE.get((device_type, _setting))
+    if names is None:
+        known = ", ".join(sorted({device for device, _ in _TABLE}))
+        raise ValueError(f"no kernels for device {device_type!r} with backend {_setting!r}: known devices are {known}")
+    for name in names[:-1]:
+        try:
+            return _load(name)
+        except BuildError as error:
+            _warn_of_fallback(str(error))
+    return _load(names[-1])
+
+
+def _load(name: str) -> Backend:
+    return _cpu_kernels() if name == "cpu" else reference
+
+
+def backend_for(tensor: torch.Tensor) -> Backend:
+    """The backend for operations on this tensor. Raises `BuildError` where the setting forbids a fallback."""
+    if tensor.dtype is torch.float64:
+        return reference
+    device_type = "cpu" if tensor.is_cpu else tensor.device.type
+    backend = _chosen.get(device_type)
+    if backend is None:
+        backend = _chosen[device_type] = _choose(device_type)
+    return backend
+
+
+def set_backend(name: str) -> None:
+    """Sets the backend of the whole process: "cpu", "reference" or "auto". Raises `ValueError` for other names."""
+    global _setting
+    if name not in SETTINGS:
+        raise ValueError(f"backend={name!r} is not valid: it must be one of {', '.join(map(repr, SETTINGS))}")
+    _setting = name
+    _chosen.clear()
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """The given backend inside a `with` block (process-wide), the previous one after it."""
+    previous = _setting
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(previous)
+
+
+def backend_info() -> dict[str, str | list[str]]:
+    """What `rollout doctor` shows: the setting, the backend for CPU tensors, compiler, library, OpenMP runtimes."""
+    info: dict[str, str | list[str]] = {"setting": _setting, "openmp": openmp_runtimes()}
+    try:
+        compiler = find_compiler()
+        info |= {"compiler": compiler.version, "compiler_path": compiler.path, "library": str(build())}
+    except BuildError as error:
+        info["problem"] = str(error)
+    info["cpu"] = "reference" if _setting == "reference" or (_setting == "auto" and "problem" in info) else "cpu"
+    return info

@@ -1,0 +1,44 @@
+"""Errors about values inside tensors, which only the kernels see, in the same words for every backend."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout_kernels.results import SampleArguments
+
+
+def slot_error(slot_mapping: torch.Tensor, token: int, num_slots: int) -> ValueError:
+    """A slot outside the KV cache."""
+    slot = int(slot_mapping[token])
+    return ValueError(f"slot_mapping[{token}]={slot} is not a slot of the cache (0 to {num_slots - 1})")
+
+
+def position_error(positions: torch.Tensor, token: int, max_positions: int) -> ValueError:
+    """A position outside the table of cosines and sines."""
+    return ValueError(f"positions[{token}]={int(positions[token])} is outside cos_sin (0 to {max_positions - 1})")
+
+
+def draw_error(arguments: SampleArguments, draw: int, problem: int) -> ValueError:
+    """An argument of `sample` out of range; `problem` counts the arguments from 1."""
+    name, valid = (
+        ("temperature", "a finite number, 0 or above"),
+        ("top_k", "-1 or above"),
+        ("top_p", "above 0, up to 1"),
+        ("min_p", "from 0 to 1"),
+        ("row_index", "a row of the logits"),
+        ("banned", "ascending offsets, and token ids of the vocabulary"),
+    )[problem - 1]
+    if name == "banned" or (name == "row_index" and arguments.row_index is None):
+        return ValueError(f"{name} of draw {draw} is not valid: it must be {valid}")
+    value = getattr(arguments, name)[draw].item()
+    return ValueError(f"{name}[{draw}]={value!r} is not valid: it must be {valid}")
+
+
+def logprob_error(
+    token_ids: torch.Tensor, temperature: float | torch.Tensor, row: int, problem: int, vocab_size: int
+) -> ValueError:
+    """A token id (problem 1) or a temperature (problem 2) of `token_logprobs` out of range."""
+    if problem == 1:
+        return ValueError(f"token_ids[{row}]={int(token_ids[row])} is not in the vocabulary (0 to {vocab_size - 1})")
+    value = temperature[row].item() if isinstance(temperature, torch.Tensor) else temperature
+    return ValueError(f"temperature={value!r} (row {row}) is not valid: it must be a finite number above 0")

@@ -1,0 +1,283 @@
+"""The public operations: check the arguments, choose the backend, go through autograd where a gradient is wanted.
+
+T is the number of tokens, H the hidden size, Hq and Hkv the query and key-value heads, D the head dimension, R the
+number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, and float64 for the reference; the
+*wide* dtype is float32 (float64 for float64 inputs). Every output row has the same bits whatever rows stand beside it
+and however many threads work. Errors: `TypeError` for a dtype, `ValueError` for a shape, a layout or a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout_kernels import autograd, checks
+from rollout_kernels.dispatch import backend_for
+from rollout_kernels.reference.kv_cache import kv_cache_shapes
+from rollout_kernels.results import SampleArguments, SampleResult
+
+__all__ = [
+    "copy_blocks",
+    "copy_blocks_between",
+    "fingerprint",
+    "kv_cache_shapes",
+    "linear",
+    "linear_token_logprobs",
+    "noise_bits",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "sample",
+    "silu_and_mul",
+    "token_logprobs",
+    "varlen_attention",
+    "write_kv",
+]
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+
+def _wants_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K]^T (+ bias [N]) -> [T, N], accumulated in float32, rounded once to `out_dtype` (x's)."""
+    out_dtype = out_dtype or x.dtype
+    checks.linear(x, weight, bias, out_dtype)
+    if _wants_grad(x, weight, bias):
+        return autograd.Linear.apply(backend_for(x), x, weight, bias, out_dtype)  # type: ignore[return-value]
+    return backend_for(x).linear(x, weight, bias, out_dtype)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed [T, H] in `out_dtype` (the weight's), total = x + residual [T, H] in the wide dtype).
+
+    normed = total / sqrt(mean(total^2) + eps) * weight, rounded once. Without a residual the total is x, and x itself
+    is returned where it has the wide dtype.
+    """
+    out_dtype = out_dtype or weight.dtype
+    checks.rms_norm(x, weight, residual, out_dtype)
+    backend = backend_for(x)
+    if not _wants_grad(x, weight, residual):
+        return backend.rms_norm(x, weight, eps, residual, out_dtype)
+    result = autograd.RmsNorm.apply(backend, x, weight, eps, residual, out_dtype)
+    return result if isinstance(result, tuple) else (result, x)  # type: ignore[return-value]
+
+
+def rotary_embedding(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, Hq, D] and k [T, Hkv, D] rotated, half-split style, computed in float32 and rounded once.
+
+    `positions` int64 [T] index `cos_sin` [max_pos, D] (D/2 cosines, then D/2 sines), float32. Without gradients q and k
+    are rotated in place, and returned; they may be views of a fused projection, with rows apart.
+    """
+    checks.rotary(q, k, positions, cos_sin)
+    backend = backend_for(q)
+    if _wants_grad(q, k):
+        return autograd.Rotary.apply(backend, q, k, positions, cos_sin)  # type: ignore[return-value]
+    backend.rotate_(q, k, positions, cos_sin, 1.0)
+    return q, k
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(x[:, :I]) * x[:, I:] for x [T, 2I] -> [T, I], computed in float32 and rounded once."""
+    checks.silu_and_mul(x)
+    if _wants_grad(x):
+        return autograd.SiluAndMul.apply(backend_for(x), x)  # type: ignore[return-value]
+    return backend_for(x).silu_and_mul(x)
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes k and v [T, Hkv, D] to the slots int64 [T] of a layer's cache; no two tokens may name one slot.
+
+    The caches have the shapes of `kv_cache_shapes`. Raises `ValueError` for a slot outside them, and writes nothing.
+    """
+    checks.packed_kv(k, v)
+    checks.kv_cache(k_cache, v_cache, k, k.shape[2])
+    if k_cache.shape[1] != k.shape[1]:
+        checks.fail_shape("k", k, f"[T, {k_cache.shape[1]}, D], as the cache has it")
+    checks.vector("slot_mapping", slot_mapping, k.shape[0], torch.int64)
+    backend_for(k).write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    scale: float,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of q [T, Hq, D] over the paged cache -> [T, Hq, D] (and log-sum-exp of the scores [T, Hq]).
+
+    Sequence s has the queries `query_start[s] : query_start[s + 1]` (int32 [S + 1]), which are its last ones, and
+    `seq_lens[s]` keys (int32 [S], those of this step included), found through `block_tables` (int32 [S, max_blocks]).
+    Not differentiable: see `varlen_attention`.
+    """
+    checks.kv_cache(k_cache, v_cache, q, q.shape[-1])
+    checks.query_heads(q, k_cache.shape[1])
+    num_seqs = seq_lens.shape[0]
+    checks.vector("seq_lens", seq_lens, num_seqs, torch.int32)
+    checks.vector("query_start", query_start, num_seqs + 1, torch.int32)
+    checks.has_dtype("block_tables", block_tables, torch.int32)
+    if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs:
+        checks.fail_shape("block_tables", block_tables, f"[{num_seqs}, max_blocks]")
+    checks.unit_stride("block_tables", block_tables)
+    out, lse = backend_for(q).paged_attention(
+        q, k_cache, v_cache, block_tables, query_start, seq_lens, block_size, scale, return_lse
+    )
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal self-attention over packed sequences, differentiable: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
+
+    The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly.
+    """
+    checks.packed_kv(k, v)
+    checks.same_dtype("q", q, "k", k)
+    checks.query_heads(q, k.shape[1])
+    checks.query_start(query_start, q.shape[0])
+    if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+        checks.fail_shape("k", k, f"[{q.shape[0]}, Hkv, {q.shape[2]}]")
+    backend = backend_for(q)
+    if _wants_grad(q, k, v):
+        return autograd.VarlenAttention.apply(backend, q, k, v, query_start, scale)  # type: ignore[return-value]
+    return autograd.packed_attention(backend, q, k, v, query_start, scale, False)[0]
+
+
+def copy_blocks(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]], tiles_per_block: int) -> None:
+    """Copies block `source` to block `destination` in every layer's cache, pair after pair."""
+    copy_blocks_between(caches, caches, pairs, tiles_per_block)
+
+
+def copy_blocks_between(
+    source_caches: Sequence[KVCache],
+    destination_caches: Sequence[KVCache],
+    pairs: Sequence[tuple[int, int]],
+    tiles_per_block: int,
+) -> None:
+    """Copies blocks from one pool to another (swap): (source, destination) pairs in order, for every layer."""
+    sources = [tensor for cache in source_caches for tensor in cache]
+    destinations = [tensor for cache in destination_caches for tensor in cache]
+    if len(sources) != len(destinations):
+        raise ValueError(f"source_caches has {len(source_caches)} layers, destination_caches {len(destination_caches)}")
+    for source, destination in zip(sources, destinations, strict=True):
+        checks.same_dtype("source_caches", source, "destination_caches", destination)
+        if source.shape[1:] != destination.shape[1:] or not (source.is_contiguous() and destination.is_contiguous()):
+            checks.fail_shape("destination_caches", destination, f"[tiles, *{tuple(source.shape[1:])}] and contiguous")
+        limits = (source.shape[0] // tiles_per_block, destination.shape[0] // tiles_per_block)
+        for pair in pairs:
+            if not all(0 <= block < limit for block, limit in zip(pair, limits, strict=True)):
+                raise ValueError(f"pairs has {pair}: the pools have {limits[0]} and {limits[1]} blocks")
+    if sources and pairs:
+        backend_for(sources[0]).copy_blocks(sources, destinations, list(pairs), tiles_per_block)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    sample_index: torch.Tensor,
+    position: torch.Tensor,
+    row_index: torch.Tensor | None = None,
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> SampleResult:
+    """Draws tokens from logits float32 [rows, V]; every other argument has one value a draw (see `SampleArguments`).
+
+    tempered = logits / temperature; top-k keeps the values that reach the k-th largest; top-p then keeps, in the order
+    (probability descending, id ascending), the tokens before which less than top_p of the rest's mass lies; min-p then
+    keeps what reaches min_p times the largest probability. The token is argmax p_i / E_i with E_i = -log(1 - u_i) and
+    u_i = (noise_bits + 0.5) / 2^32: a pure function of the row and the draw's numbers. Temperature 0 takes the largest
+    logit, the lowest id among equals. Banned ids have probability 0. See `SampleResult` for what comes back.
+    Raises `ValueError` naming the argument and the draw for a value out of range.
+    """
+    arguments = SampleArguments(
+        temperature, top_k, top_p, min_p, seed, sample_index, position, row_index=row_index, banned=banned
+    )
+    checks.sample(logits, arguments)
+    return backend_for(logits).sample(logits, arguments)
+
+
+def noise_bits(seed: int, sample_index: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """The 32 noise bits (int64) of each token id (int64, contiguous) in the draw that the three numbers name."""
+    checks.vector("token_ids", token_ids, token_ids.numel(), torch.int64)
+    return backend_for(token_ids).noise_bits(seed, sample_index, position, token_ids)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """Log-probability [R] of a token id (int64 [R]) under softmax(logits [R, V] / temperature), differentiable.
+
+    Bit for bit what `sample` reports for such a token, row and temperature (one for all, or float32 [R]; above 0). A
+    row with NaN or +inf gives NaN.
+    """
+    return token_logprobs_and_entropy(logits, token_ids, temperature)[0]
+
+
+def token_logprobs_and_entropy(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `token_logprobs`, and the entropy [R] of the tempered distribution in nats, which has no gradient."""
+    checks.token_logprobs(logits, token_ids, temperature)
+    backend = backend_for(logits)
+    if _wants_grad(logits):
+        return autograd.TokenLogprobs.apply(backend, logits, token_ids, temperature)  # type: ignore[return-value]
+    return backend.token_logprobs(logits, token_ids, temperature)
+
+
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    chunk: int = 512,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs [T], entropy [T]) of token ids (int64 [T]) under the softmax of hidden @ weight^T / temperature.
+
+    hidden is [T, H] and weight [V, H]. Never holds the logits of more than `chunk` rows: the backward computes them
+    again. Differentiable with respect to hidden and weight; the entropy is for reporting and has no gradient. Logprobs
+    are bit for bit those of `sample`.
+    """
+    checks.linear(hidden, weight, None, hidden.dtype)
+    checks.vector("token_ids", token_ids, hidden.shape[0], torch.int64)
+    if isinstance(temperature, torch.Tensor):
+        checks.vector("temperature", temperature, hidden.shape[0], torch.float32)
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk!r} is not valid: it must be at least 1")
+    return autograd.LinearTokenLogprobs.apply(  # type: ignore[return-value]
+        backend_for(hidden), hidden, weight, token_ids, temperature, chunk
+    )
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """64 bits of the tensor's bytes in logical order (0 to 2^64 - 1), whatever its dtype, shape or strides.
+
+    Views with rows apart are read in place; other strided tensors are copied first.
+    """
+    tensor = tensor.detach()
+    in_place = tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1)
+    tensor = tensor if in_place else tensor.contiguous()
+    return backend_for(tensor).fingerprint(tensor if tensor.dim() <= 2 else tensor.flatten(1))

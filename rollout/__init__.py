@@ -1,0 +1,57 @@
+"""The rollout engine: sampling for reinforcement learning of language models.
+
+from rollout import LLM, SamplingParams
+
+The names below are loaded when they are first used, so that `rollout.core`, the configuration and the command line can
+be imported without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.config import EngineConfig
+    from rollout.llm import LLM, generate
+    from rollout.models.registry import ModelRegistry
+    from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
+    from rollout.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "ModelRegistry",
+    "PolicyVersionSpan",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoreOutput",
+    "generate",
+]
+
+_MODULES = {
+    "LLM": "rollout.llm",
+    "CompletionOutput": "rollout.outputs",
+    "EngineConfig": "rollout.config",
+    "Logprob": "rollout.outputs",
+    "ModelRegistry": "rollout.models.registry",
+    "PolicyVersionSpan": "rollout.outputs",
+    "RequestOutput": "rollout.outputs",
+    "SamplingParams": "rollout.sampling_params",
+    "ScoreOutput": "rollout.outputs",
+    "generate": "rollout.llm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rollout' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,109 @@
+"""`rollout bench MODEL WORKLOAD.json …`: tokens per second, one JSON line a workload.
+
+A workload file holds `{"name", "requests": [{"prompt_token_ids", "max_tokens", "temperature", "seed"}]}`. Each workload
+runs `--passes` times with the prefix cache emptied before each; the last pass counts, since the first one warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.commands.engine_options import add_engine_arguments, engine_options
+
+if TYPE_CHECKING:
+    from rollout.llm import LLM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model's folder, or smollm2-135m-instruct")
+    parser.add_argument("workloads", nargs="*", type=Path, metavar="WORKLOAD.json")
+    parser.add_argument("--passes", type=int, default=2, metavar="N", help="the last one counts (default: 2)")
+    parser.add_argument("--startup", action="store_true", help="print the seconds from process start to first token")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures; every line is printed as soon as it is known."""
+    if args.passes < 1:
+        raise ValueError(f"--passes {args.passes} is not valid: it must be at least 1")
+    if not args.workloads and not args.startup:
+        raise ValueError("there is nothing to measure: give workload files, or --startup")
+    workloads = [read_workload(path) for path in args.workloads]
+    from rollout.llm import LLM
+
+    llm = LLM(args.model, **engine_options(args))
+    if args.startup:
+        _print_line("startup", 1, _seconds_to_first_token(llm))
+    for workload in workloads:
+        for _ in range(args.passes):
+            tokens, seconds = run_pass(llm, workload)
+        _print_line(workload["name"], tokens, seconds)
+    return 0
+
+
+def read_workload(path: Path) -> dict[str, Any]:
+    """The workload in `path`. Raises `ValueError` where it is not one, and `OSError` where it cannot be read."""
+    try:
+        workload = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(workload, dict) or not isinstance(workload.get("name"), str) or not workload.get("requests"):
+        raise ValueError(f"{path} is not a workload: it needs a name and a list of requests")
+    for index, request in enumerate(workload["requests"]):
+        if missing := {"prompt_token_ids", "max_tokens"} - set(request):
+            raise ValueError(f"{path}: request {index} has no {', '.join(sorted(missing))}")
+    return workload
+
+
+def run_pass(llm: LLM, workload: dict[str, Any]) -> tuple[int, float]:
+    """One pass over a workload from an empty prefix cache: (tokens sampled, seconds)."""
+    from rollout.sampling_params import SamplingParams
+
+    ignore_eos = workload.get("ignore_eos", True)
+    requests = workload["requests"]
+    prompts = [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests]
+    params = [
+        SamplingParams(
+            temperature=request.get("temperature", 1.0),
+            max_tokens=request["max_tokens"],
+            seed=request.get("seed"),
+            ignore_eos=ignore_eos,
+        )
+        for request in requests
+    ]
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be emptied before a pass")
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return sum(len(output.outputs[0].token_ids) for output in outputs), seconds
+
+
+def _seconds_to_first_token(llm: LLM) -> float:
+    from rollout.sampling_params import SamplingParams
+
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
+    return seconds_since_process_start()
+
+
+def seconds_since_process_start() -> float:
+    """Seconds since the operating system started this process, to about 0.01 s; counts the interpreter's own start."""
+    fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start_ticks = int(fields_after_name[19])  # field 22, starttime, in clock ticks since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _print_line(workload: str, tokens: int, seconds: float) -> None:
+    line = {
+        "engine": "rollout",
+        "workload": workload,
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+    }
+    print(json.dumps(line), flush=True)

@@ -1,0 +1,87 @@
+"""Configuration of an engine: one frozen dataclass, checked at construction; errors name the field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(value: int | str, field: str) -> int:
+    """A number of bytes from `4096`, `"512 MiB"` or `"4GiB"`. Raises `ValueError` naming `field`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", str(value), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{field}={value!r} is not valid: it must be bytes as an integer or text such as '4GiB'")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to know, apart from the model itself.
+
+    `kv_cache_memory` (bytes, or text such as "4GiB") gives the KV pool outright; otherwise the pool takes what
+    `gpu_memory_utilization` of the device's memory leaves after weights and the measured peak of a forward pass.
+    `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.5
+    swap_space: int | str = 0
+    enable_prefix_caching: bool = True
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    worker_extension_cls: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "device", ("auto", "cpu", "cuda"))
+        _check_choice(self, "dtype", ("auto", "bfloat16", "float32"))
+        _check_choice(self, "preemption_mode", ("recompute", "swap"))
+        _check_choice(self, "scheduling_policy", ("fcfs", "priority"))
+        _check_choice(self, "kernels", ("auto", "cpu", "reference"))
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _check_positive(self, field)
+        for field in ("max_model_len", "num_threads"):
+            if getattr(self, field) is not None:
+                _check_positive(self, field)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not valid: above 0, up to 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r} is not valid: it must be an integer from 0 to {2**63 - 1}")
+        if self.kv_cache_memory is not None:
+            size = parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+            if size <= 0:
+                raise ValueError(f"kv_cache_memory={self.kv_cache_memory!r} is not valid: it must be above 0")
+            object.__setattr__(self, "kv_cache_memory", size)
+        object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ValueError("swap_space=0 is not valid with preemption_mode='swap': give it bytes, e.g. '1GiB'")
+        if self.trust_remote_code:
+            raise ValueError("trust_remote_code=True is not supported: register the architecture with ModelRegistry")
+
+
+def _check_choice(config: EngineConfig, field: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, field)
+    if value not in choices:
+        raise ValueError(f"{field}={value!r} is not valid: it must be one of {', '.join(map(repr, choices))}")
+
+
+def _check_positive(config: EngineConfig, field: str) -> None:
+    value = getattr(config, field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field}={value!r} is not valid: it must be an integer of at least 1")

@@ -1,0 +1,262 @@
+"""Which KV blocks a request holds: block tables, prefix hits, forks with copy-on-write, swap, and their accounting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollout.core.blocks import Block, BlockPool
+from rollout.core.prefix_cache import chained_hash, root_hash
+from rollout.request import Request
+
+
+@dataclass(slots=True)
+class RequestBlocks:
+    """The blocks of one request. Between steps a table covers exactly its computed tokens."""
+
+    block_ids: list[int] = field(default_factory=list)  # device blocks, by position
+    host_block_ids: list[int] = field(default_factory=list)  # while the request is swapped out; then no device blocks
+    hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, extended when asked for
+    num_published: int = 0  # leading blocks that need no publishing any more
+    may_publish: bool = True  # False once the request's logits were not numbers
+
+
+class KVManager:
+    """Block tables over one device pool and one host pool. Ids and counts only: the runner moves the data."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_host_blocks: int = 0) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks, enable_prefix_caching)
+        self.host_pool = BlockPool(num_host_blocks, enable_caching=False)
+        self._requests: dict[str, RequestBlocks] = {}
+        self._copy_holds: Counter[int] = Counter()  # block id -> holds as a copy's source, until the step is done
+        self._policy_version = 0
+        self._roots: dict[str | None, bytes] = {}  # cache salt -> root hash, under the current policy
+
+    def block_ids(self, request: Request) -> list[int]:
+        """The request's block table; the caller does not change it."""
+        return self._requests[request.request_id].block_ids
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The hashes of the request's leading full blocks, at least `num_blocks` of them (they must be full)."""
+        entry = self._entry(request)
+        known = entry.hashes
+        if len(known) < num_blocks:
+            size = self.block_size
+            parent = known[-1] if known else self._root(request.cache_salt)
+            for start in range(len(known) * size, num_blocks * size, size):
+                parent = chained_hash(parent, request.token_ids[start : start + size])
+                known.append(parent)
+        return known
+
+    def hashes_filled(self, request: Request, start: int, end: int) -> list[bytes]:
+        """The hashes of the blocks that become full, and then hittable, by computing tokens `start` to `end`."""
+        first, last = start // self.block_size, end // self.block_size
+        if first == last or not self._entry(request).may_publish:
+            return []
+        return self.hashes(request, last)[first:last]
+
+    def cached_prefix(self, request: Request, limit: int) -> list[Block]:
+        """The hittable blocks of the request's first `limit` full blocks, up to the first that is missing."""
+        if not self.enable_prefix_caching or limit == 0 or not len(self.pool.index):
+            return []
+        return self.pool.index.longest_prefix(self.hashes(request, limit), limit)
+
+    def fits(self, request: Request, hits: list[Block], reserve: int) -> bool:
+        """Whether all known tokens of a request without device blocks fit beside `reserve` blocks left free."""
+        num_new = self.num_blocks_for(len(request.token_ids)) - len(hits)
+        num_free_hits = sum(block.ref_count == 0 for block in hits)
+        return self.pool.num_free - num_free_hits - num_new >= reserve
+
+    def admit(self, request: Request, hits: list[Block]) -> None:
+        """Starts the request's block table with the prefix that was found."""
+        entry = self._entry(request)
+        assert not [*entry.block_ids, *entry.host_block_ids], f"{request.request_id} holds blocks already"
+        self._take_hits(entry, hits)
+
+    def allocate(self, request: Request, num_new_tokens: int, copies: list[tuple[int, int]]) -> bool:
+        """Slots for the next `num_new_tokens` tokens; False, with nothing changed, where blocks are short.
+
+        A shared partial block is replaced by a private one, and the copy appended to `copies` as (source,
+        destination). The source stays held until `end_step`, so that no other copy or swap is written to it before it
+        is read; its last user may write to it, since writes follow copies.
+        """
+        size = self.block_size
+        table = self._requests[request.request_id].block_ids
+        start = request.num_computed_tokens
+        num_missing = -(-(start + num_new_tokens) // size) - len(table)
+        pool = self.pool
+        shared = None
+        if start % size:
+            last = pool.blocks[table[-1]]
+            if last.ref_count > 1 and last.ref_count - self._copy_holds[last.block_id] > 1:
+                shared = last
+        if num_missing + (shared is not None) > len(pool.free_queue):
+            return False
+        if shared is not None:
+            private = pool.take()
+            copies.append((shared.block_id, private.block_id))
+            table[-1] = private.block_id
+            self._copy_holds[shared.block_id] += 1  # the request's hold becomes the copy's
+        for _ in range(num_missing):
+            table.append(pool.take().block_id)
+        return True
+
+    def fork(self, leader: Request, sibling: Request) -> None:
+        """Gives `sibling`, which holds nothing, a share of every block of `leader`, the partial one included."""
+        source = self._requests[leader.request_id]
+        for block_id in source.block_ids:
+            self.pool.share(self.pool.blocks[block_id])
+        self._requests[sibling.request_id] = RequestBlocks(
+            block_ids=source.block_ids.copy(),
+            hashes=source.hashes.copy(),
+            num_published=source.num_published,
+            may_publish=source.may_publish,
+        )
+
+    def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
+        """Moves the request to host blocks: (device, host) pairs to copy; None where host blocks are short."""
+        entry = self._requests[request.request_id]
+        if len(entry.block_ids) > self.host_pool.num_free:
+            return None
+        entry.host_block_ids = [self.host_pool.take().block_id for _ in entry.block_ids]
+        pairs = list(zip(entry.block_ids, entry.host_block_ids, strict=True))
+        self._release_device(entry)
+        return pairs
+
+    def swap_in(self, request: Request, hits: list[Block]) -> list[tuple[int, int]]:
+        """Moves the request back: (host, device) pairs to copy, none for `hits`, its blocks that are still here."""
+        entry = self._requests[request.request_id]
+        host_ids = entry.host_block_ids
+        self._take_hits(entry, hits)
+        pairs = [(host_id, self.pool.take().block_id) for host_id in host_ids[len(hits) :]]
+        entry.block_ids.extend(device_id for _, device_id in pairs)
+        self._release_host(entry)
+        return pairs
+
+    def end_step(self) -> None:
+        """The step's copies are done (or will never be): their sources are no longer held for it."""
+        if self._copy_holds:
+            for block_id in self._copy_holds.elements():
+                self.pool.release(self.pool.blocks[block_id])
+            self._copy_holds.clear()
+
+    def publish(self, request: Request) -> None:
+        """Makes the full blocks of computed tokens hittable.
+
+        Where another request has published the same content, its block replaces this one: so whoever holds a hittable
+        block also holds its hittable parent, and leaves go before roots.
+        """
+        entry = self._requests[request.request_id]
+        num_full = request.num_computed_tokens // self.block_size
+        if entry.num_published >= num_full or not self.enable_prefix_caching or not entry.may_publish:
+            return
+        hashes = self.hashes(request, num_full)
+        for position in range(entry.num_published, num_full):
+            block = self.pool.blocks[entry.block_ids[position]]
+            published = self.pool.publish(block, hashes[position])
+            if published is not block:
+                self.pool.share(published)
+                self.pool.release(block)
+                entry.block_ids[position] = published.block_id
+        entry.num_published = num_full
+
+    def withdraw(self, request: Request) -> None:
+        """The request's KV is not to be trusted: none of its blocks stays hittable, and none becomes so."""
+        entry = self._requests[request.request_id]
+        entry.may_publish = False
+        for block_id in entry.block_ids:
+            self.pool.withdraw(self.pool.blocks[block_id])
+
+    def release(self, request: Request) -> None:
+        """Gives back the request's blocks, on device and host; its hashes stay, for when it comes back."""
+        entry = self._requests.get(request.request_id)
+        if entry is not None:
+            self._release_device(entry)
+            self._release_host(entry)
+
+    def forget(self, request: Request) -> None:
+        """Gives back the request's blocks and forgets it; no-op where it is not known."""
+        self.release(request)
+        self._requests.pop(request.request_id, None)
+
+    def reset_prefix_cache(self) -> bool:
+        """Makes no block hittable; False, with nothing changed, where a device block is in use."""
+        if self.pool.num_free != self.pool.num_blocks:
+            return False
+        self.pool.withdraw_all()
+        return True
+
+    def set_policy_version(self, policy_version: int) -> None:
+        """From now on every hash begins with this version. No request may hold a block."""
+        for pool in (self.pool, self.host_pool):
+            assert pool.num_free == pool.num_blocks, "blocks are in use"
+        self.pool.withdraw_all()
+        self._policy_version = policy_version
+        self._roots.clear()
+        for entry in self._requests.values():
+            entry.hashes.clear()
+
+    def slots(self, requests: Iterable[Request]) -> tuple[int, int]:
+        """KV slots of the blocks that `requests` (all that hold any) use, and how many hold a token's KV.
+
+        A shared block counts once. Only blocks behind a request's last full one have unused slots.
+        """
+        size = self.block_size
+        filled: dict[int, int] = {}  # block id -> slots used, for blocks that are not full
+        for request in requests:
+            table = self._requests[request.request_id].block_ids
+            num_full, rest = divmod(request.num_computed_tokens, size)
+            for block_id in table[num_full:]:
+                filled[block_id] = max(filled.get(block_id, 0), rest)
+                rest = 0
+        num_allocated = (self.pool.num_blocks - self.pool.num_free) * size
+        return num_allocated, num_allocated - sum(size - used for used in filled.values())
+
+    def check_integrity(self) -> None:
+        """Recounts who holds which block. Raises `AssertionError` on a mismatch."""
+        held: Counter[int] = Counter(self._copy_holds)
+        held_on_host: Counter[int] = Counter()
+        for request_id, entry in self._requests.items():
+            assert len(set(entry.block_ids)) == len(entry.block_ids), f"{request_id} holds a block twice"
+            assert not (entry.block_ids and entry.host_block_ids), f"{request_id} is on the device and on the host"
+            assert entry.num_published <= len(entry.block_ids), f"{request_id} published more than it holds"
+            held.update(entry.block_ids)
+            held_on_host.update(entry.host_block_ids)
+        self.pool.check_integrity(held)
+        self.host_pool.check_integrity(held_on_host)
+        assert all(count == 1 for count in held_on_host.values()), "a host block is shared"
+
+    def _entry(self, request: Request) -> RequestBlocks:
+        entry = self._requests.get(request.request_id)
+        if entry is None:
+            entry = self._requests[request.request_id] = RequestBlocks()
+        return entry
+
+    def _root(self, cache_salt: str | None) -> bytes:
+        root = self._roots.get(cache_salt)
+        if root is None:
+            root = self._roots[cache_salt] = root_hash(self._policy_version, None, cache_salt)
+        return root
+
+    def _take_hits(self, entry: RequestBlocks, hits: list[Block]) -> None:
+        for block in hits:
+            self.pool.share(block)
+        entry.block_ids = [block.block_id for block in hits]
+        entry.num_published = len(hits)
+
+    def _release_device(self, entry: RequestBlocks) -> None:
+        for block_id in reversed(entry.block_ids):  # leaves first
+            self.pool.release(self.pool.blocks[block_id])
+        entry.block_ids = []
+        entry.num_published = 0
+
+    def _release_host(self, entry: RequestBlocks) -> None:
+        for block_id in reversed(entry.host_block_ids):
+            self.host_pool.release(self.host_pool.blocks[block_id])
+        entry.host_block_ids = []

@@ -1,0 +1,235 @@
+"""Making the plan of a step: which requests compute which tokens, who is admitted and who is preempted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollout.core.blocks import Block
+from rollout.core.kv_manager import KVManager
+from rollout.core.request_queue import RequestQueue
+from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan
+from rollout.request import Request, RequestStatus
+
+_RUNNING = RequestStatus.RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a scheduler. `num_host_blocks` hold the KV of preempted requests under `preemption_mode="swap"`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int = 0
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+            value: int = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value} is not valid: it must be at least 1")
+        if self.num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks={self.num_host_blocks} is not valid: it must be at least 0")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy={self.policy!r} is not valid: it must be 'fcfs' or 'priority'")
+        if self.preemption_mode not in ("recompute", "swap"):
+            raise ValueError(f"preemption_mode={self.preemption_mode!r} is not valid: it must be 'recompute' or 'swap'")
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan while it is made, and until its result arrives."""
+
+    budget: int  # tokens that may still be scheduled
+    num_seats: int  # requests that may still start to run
+    plan: SchedulePlan = field(default_factory=SchedulePlan)
+    requests: list[Request] = field(default_factory=list)  # of plan.sequences
+    drawers: list[Request] = field(default_factory=list)  # of plan.draws
+    num_forks: int = 0
+    computing: set[bytes] | None = None  # hashes of the blocks that this step fills; None while nobody asks
+
+
+class Planner:
+    """Plans steps over the scheduler's two queues; the scheduler takes the results."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager, running: RequestQueue, waiting: RequestQueue) -> None:
+        self.config = config
+        self.kv = kv
+        self.running = running
+        self.waiting = waiting
+        self.policy_version = 0
+        self.num_preemptions = 0
+        self.num_cache_queries = 0  # prompt tokens looked up at first admissions
+        self.num_cache_hits = 0  # of these, found
+
+    def plan_step(self) -> Step:
+        """Computed tokens catch up with known tokens, as far as budget, seats and blocks reach.
+
+        Running requests come first, then waiting ones, each in order.
+        """
+        step = Step(self.config.max_num_batched_tokens, self.config.max_num_seqs - len(self.running))
+        if self._schedule_running(step):
+            self._schedule_waiting(step)
+        step.plan.num_scheduled_tokens = self.config.max_num_batched_tokens - step.budget
+        return step
+
+    def _schedule_running(self, step: Step) -> bool:
+        """Plans the running requests; False where blocks were short, so that nobody is admitted in this step."""
+        running = self.running.items
+        plan, kv = step.plan, self.kv
+        enough = True
+        position = 0
+        while position < len(running) and step.budget > 0:
+            request = running[position]
+            num_new = min(len(request.token_ids) - request.num_computed_tokens, step.budget)
+            while not kv.allocate(request, num_new, plan.block_copies):
+                enough = False
+                if running[-1] is request:  # the last one keeps its blocks and sits this step out
+                    return False
+                self._preempt(running.pop(), plan)
+                step.num_seats += 1
+            self._plan_sequence(step, request, num_new)
+            position += 1
+        return enough
+
+    def _preempt(self, request: Request, plan: SchedulePlan) -> None:
+        """Takes the blocks of a request that is no longer in the running queue and lets it wait."""
+        self.count_preemption(request)
+        pairs = self.kv.swap_out(request) if self.config.preemption_mode == "swap" else None
+        if pairs is not None:
+            plan.swap_out.extend(pairs)
+            request.status = RequestStatus.SWAPPED
+        else:
+            self.drop_kv(request)
+        self.waiting.add(request)
+
+    def drop_kv(self, request: Request) -> None:
+        """Takes the KV of a request that ran or was swapped out; it recomputes when it runs again."""
+        self.kv.release(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+
+    def count_preemption(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _schedule_waiting(self, step: Step) -> None:
+        """Admits waiting requests in order.
+
+        One whose next block is being filled in this very step is passed over: in the next step it hits that block
+        instead of computing it again. One that does not fit holds up those behind it, so that it is not starved.
+        """
+        items = self.waiting.items
+        passed_over: list[Request] = []
+        position = 0
+        most = self.config.max_num_seqs  # to pass over: they would fill every seat of the next step
+        while position < len(items) and step.budget > 0 and step.num_seats > 0 and len(passed_over) < most:
+            request = items[position]
+            swapped = request.status is RequestStatus.SWAPPED
+            if swapped:
+                limit = request.num_computed_tokens // self.config.block_size
+            elif self._wants_scores(request):
+                limit = 0
+            else:
+                limit = (len(request.token_ids) - 1) // self.config.block_size
+            hits = self.kv.cached_prefix(request, limit)
+            if not swapped and len(hits) < limit and self._is_being_computed(step, request, len(hits)):
+                passed_over.append(request)
+            elif self.kv.fits(request, hits, (len(self.running) + step.num_forks + 1) // 2):
+                self._admit(step, request, hits)
+            else:
+                break
+            position += 1
+        items[:position] = passed_over
+
+    def _is_being_computed(self, step: Step, request: Request, block_position: int) -> bool:
+        if not self.config.enable_prefix_caching:
+            return False
+        if step.computing is None:
+            step.computing = set()
+            for other, sequence in zip(step.requests, step.plan.sequences, strict=True):
+                self._note_computing(step, other, sequence.start, sequence.start + len(sequence.token_ids))
+        return self.kv.hashes(request, block_position + 1)[block_position] in step.computing
+
+    def _note_computing(self, step: Step, request: Request, start: int, end: int) -> None:
+        if step.computing is not None:
+            step.computing.update(self.kv.hashes_filled(request, start, end))
+
+    def _admit(self, step: Step, request: Request, hits: list[Block]) -> None:
+        """Starts or resumes a request that fits, with the blocks that were found."""
+        if request.status is RequestStatus.SWAPPED:
+            step.plan.swap_in.extend(self.kv.swap_in(request, hits))
+        else:
+            self.kv.admit(request, hits)
+            request.num_computed_tokens = len(hits) * self.config.block_size
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = request.num_computed_tokens
+            if self.config.enable_prefix_caching and not self._wants_scores(request):
+                self.num_cache_queries += len(request.token_ids)
+                self.num_cache_hits += request.num_computed_tokens
+        self.start_running(request)
+        step.num_seats -= 1
+        num_new = min(len(request.token_ids) - request.num_computed_tokens, step.budget)
+        allocated = self.kv.allocate(request, num_new, step.plan.block_copies)
+        assert allocated, "a request that fits did not get its blocks"
+        self._plan_sequence(step, request, num_new)
+        self._note_computing(step, request, request.num_computed_tokens, request.num_computed_tokens + num_new)
+
+    def start_running(self, request: Request) -> None:
+        """Queues a request that has its blocks as running, under the present policy version."""
+        request.status = _RUNNING
+        request.policy_version = self.policy_version
+        num_output, spans = request.num_output_tokens, request.policy_spans
+        if spans and spans[-1][1] == num_output:
+            spans.pop()
+        if not spans or spans[-1][0] != self.policy_version:
+            spans.append((self.policy_version, num_output))
+        self.running.add(request)
+
+    def _plan_sequence(self, step: Step, request: Request, num_new: int) -> None:
+        """Plans the next `num_new` tokens of a request and, after its last known token, the draws from that row."""
+        tokens = request.token_ids
+        start = request.num_computed_tokens
+        end = start + num_new
+        targets = tokens[start + 1 : min(end + 1, request.num_prompt_tokens)] if self._wants_scores(request) else []
+        sequences = step.plan.sequences
+        block_ids = self.kv.block_ids(request).copy()
+        sequences.append(ScheduledSequence(request.request_id, start, tokens[start:end], block_ids, targets))
+        step.requests.append(request)
+        step.budget -= num_new
+        if end == len(tokens) and request.max_tokens > 0:
+            self._plan_draw(step, request)
+            if request.siblings:
+                self._plan_forks(step, request)
+
+    def _plan_draw(self, step: Step, request: Request) -> None:
+        banned = request.banned_token_ids if request.params.min_tokens else ()
+        sequence_index = len(step.plan.sequences) - 1
+        position = len(request.token_ids)
+        draw = Draw(
+            request.request_id, sequence_index, request.params, request.seed, request.sample_index, position, banned
+        )
+        step.plan.draws.append(draw)
+        step.drawers.append(request)
+
+    def _plan_forks(self, step: Step, leader: Request) -> None:
+        """Siblings draw their first token from the leader's last prompt row: as many as find a seat and a block."""
+        num_forks = min(step.num_seats, self.kv.pool.num_free - step.num_forks)
+        for sibling in leader.siblings:
+            if num_forks <= 0:
+                break
+            if not sibling.is_finished:
+                self._plan_draw(step, sibling)
+                num_forks -= 1
+                step.num_seats -= 1
+                step.num_forks += 1
+
+    @staticmethod
+    def _wants_scores(request: Request) -> bool:
+        """Whether prompt tokens still lack their logprob; the KV cache has none, so they are computed."""
+        return request.scores_prompt and len(request.prompt_logprobs) < request.num_prompt_tokens - 1

@@ -1,0 +1,82 @@
+"""The plan of one step, made by the scheduler, and its result, made by the runner. Plain data, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to be drawn after a forward pass.
+
+    Several draws may name the same sequence: the forks of a prompt draw their first token from the leader's last row.
+    """
+
+    request_id: str  # who gets the token
+    sequence_index: int  # index into SchedulePlan.sequences; the row is that sequence's last scheduled token
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    position: int  # absolute position of the token to be drawn, = number of tokens before it
+    banned_token_ids: tuple[int, ...] = ()  # ids with probability zero (min_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The tokens of one request that this step computes: `request.token_ids[start : start + len(token_ids)]`."""
+
+    request_id: str
+    start: int  # position of the first token = num_computed_tokens
+    token_ids: list[int]
+    block_ids: list[int]  # block table, covering at least start + len(token_ids) tokens
+    # Scoring: the known token after each scheduled token (the last may be missing at the end of the prompt). Empty
+    # unless the request scores its prompt.
+    target_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulePlan:
+    """What one step does, in this order: swap out, swap in, copy blocks, forward over all sequences, draw."""
+
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), copy-on-write
+    num_scheduled_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sequences
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner returns for a plan: arrays over `plan.draws`, and the scores of scoring sequences."""
+
+    token_ids: np.ndarray  # int64 [num_draws]; -1 where the logits were not numbers
+    raw_logprobs: np.ndarray  # float32 [num_draws], temperature 1, nothing filtered
+    sampled_logprobs: np.ndarray  # float32 [num_draws], of the distribution that was drawn from
+    kept_mass: np.ndarray  # float32 [num_draws], tempered probability mass that the filters kept
+    entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
+    # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
+    prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Gauges and counters of the scheduler, cheap enough to read at every step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0  # since start
+    prefix_cache_queries: int = 0  # prompt tokens looked up since start
+    prefix_cache_hits: int = 0  # prompt tokens found since start
+    num_slots_allocated: int = 0  # KV slots of blocks in use now, each block counted once
+    num_slots_used: int = 0  # of these, slots that hold a token's KV

@@ -1,0 +1,370 @@
+"""The scheduler: requests come, their steps are planned, results change them, requests go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rollout.core.kv_manager import KVManager
+from rollout.core.planner import Planner, SchedulerConfig, Step
+from rollout.core.request_queue import RequestQueue
+from rollout.core.schedule import SchedulePlan, SchedulerStats, StepResult
+from rollout.core.stop import NOT_A_TOKEN, check_stop
+from rollout.request import FinishReason, Request, RequestStatus
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+_RUNNING = RequestStatus.RUNNING
+
+
+class _Draws:
+    """The columns of a step's result as plain lists."""
+
+    __slots__ = ("entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+
+    def __init__(self, result: StepResult) -> None:
+        self.token_ids: list[int] = result.token_ids.tolist()
+        self.raw_logprobs: list[float] = result.raw_logprobs.tolist()
+        self.sampled_logprobs: list[float] = result.sampled_logprobs.tolist()
+        self.kept_mass: list[float] = result.kept_mass.tolist()
+        self.entropy: list[float] = result.entropy.tolist()
+
+
+class Scheduler:
+    """Makes the plan of each step and takes its result: `schedule()`, run the plan, `update(plan, result)`, again.
+
+    There is one order of requests (by priority where configured, then arrival) for running and for waiting ones. When
+    blocks run out, the last running request in that order gives up its blocks. So the first one is never preempted,
+    every request becomes first once, and since `add` refuses what the pool cannot hold, every request ends.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.kv = KVManager(config.num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_blocks)
+        self._requests: dict[str, Request] = {}  # everything unfinished
+        self._groups: dict[str, dict[str, Request]] = {}  # group id -> its unfinished requests
+        self._running = RequestQueue()
+        self._waiting = RequestQueue()  # without the siblings that still wait for their leader's prompt
+        self._planner = Planner(config, self.kv, self._running, self._waiting)
+        self._in_flight: Step | None = None
+        self._num_added = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Everything unfinished that does not run: new, preempted, swapped, and siblings before their fork."""
+        return len(self._requests) - len(self._running)
+
+    @property
+    def policy_version(self) -> int:
+        return self._planner.policy_version
+
+    def running_requests(self) -> list[Request]:
+        """The running requests, first to last."""
+        return list(self._running)
+
+    def waiting_requests(self) -> list[Request]:
+        """The waiting requests, first to last, without siblings that wait for their leader's prompt."""
+        return list(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def unfinished(self) -> list[Request]:
+        """Every request that has not ended, in the order of their arrival."""
+        return list(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Queues a request and its siblings. Raises `ValueError`, adding none of them, if one can never fit."""
+        family = [request, *request.siblings]
+        for member in family:
+            self.check_fits(member)
+        ids = [member.request_id for member in family]
+        if len(set(ids)) != len(ids) or not self._requests.keys().isdisjoint(ids):
+            raise ValueError(f"request {request.request_id!r}: the id, or a sibling's, is already in use")
+        priority = request.priority if self.config.policy == "priority" else 0
+        for member in family:
+            self._requests[member.request_id] = member
+            self._groups.setdefault(member.group_id, {})[member.request_id] = member
+            member.rank = (priority, request.arrival, self._num_added)
+            self._num_added += 1
+        self._waiting.add(request)
+        if request.max_tokens == 0:  # nothing is drawn, so nothing would ever fork
+            siblings, request.siblings = request.siblings, []
+            for sibling in siblings:
+                self._waiting.add(sibling)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises `ValueError`, with the numbers, if the request can never run to its end. Queues nothing."""
+        num_prompt, name = request.num_prompt_tokens, f"request {request.request_id!r}"
+        limit = self.config.max_model_len
+        if num_prompt == 0:
+            raise ValueError(f"{name}: the prompt is empty (0 tokens), it must have at least 1")
+        if request.max_tokens < 0:
+            raise ValueError(f"{name}: max_tokens={request.max_tokens} is not valid: it must be at least 0")
+        if num_prompt + request.max_tokens > limit:
+            raise ValueError(
+                f"{name}: {num_prompt} prompt tokens and max_tokens={request.max_tokens} make "
+                f"{num_prompt + request.max_tokens}, more than max_model_len={limit}"
+            )
+        num_slots = num_prompt + max(request.max_tokens - 1, 0)  # the last token's KV is never written
+        num_blocks = self.kv.num_blocks_for(num_slots)
+        if num_blocks > self.config.num_blocks:
+            raise ValueError(
+                f"{name}: {num_prompt} prompt tokens and max_tokens={request.max_tokens} need {num_blocks} KV blocks "
+                f"of {self.config.block_size} tokens, the pool has {self.config.num_blocks}"
+            )
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Ends requests by their own or their group's id, with what they have sampled; ids not known are ignored."""
+        targets: dict[str, Request] = {}
+        for request_id in request_ids:
+            if request_id in self._requests:
+                targets[request_id] = self._requests[request_id]
+            targets.update(self._groups.get(request_id, {}))
+        for request in reversed(targets.values()):  # siblings before their leader, which would hand them on
+            self.finish(request, FinishReason.ABORT)
+        return list(targets.values())
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a request wherever it stands; of one that has ended already, only the reason changes."""
+        if not request.is_finished:
+            if request.status is _RUNNING:
+                self._running.discard(request)
+            else:
+                self._waiting.discard(request)
+        self._retire(request, reason, stop_reason)
+
+    def _retire(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        if request.is_finished:
+            return
+        request.status = RequestStatus.FINISHED
+        self.kv.forget(request)
+        self._pass_on_siblings(request)
+        del self._requests[request.request_id]
+        group = self._groups[request.group_id]
+        del group[request.request_id]
+        if not group:
+            del self._groups[request.group_id]
+
+    def _pass_on_siblings(self, leader: Request) -> None:
+        """The first sibling that has not forked waits right behind its leader, and leads the others."""
+        if not leader.siblings:
+            return
+        siblings = [sibling for sibling in leader.siblings if sibling.status is RequestStatus.WAITING]
+        leader.siblings = []
+        if siblings:
+            heir = siblings[0]
+            heir.siblings = siblings[1:]
+            if heir.scores_prompt and leader.finish_reason is not FinishReason.ERROR:
+                heir.prompt_logprobs = leader.prompt_logprobs[:]
+            self._waiting.add(heir)
+
+    def schedule(self) -> SchedulePlan:
+        """The plan of the next step; empty only where nothing is unfinished.
+
+        Nothing is planned twice: `update` must take its result, or `preempt_all` drop it, before the next plan.
+        """
+        assert self._in_flight is None, "the last plan's result has not been taken"
+        step = self._planner.plan_step()
+        assert step.plan.sequences or not self._requests, "requests wait and nothing can be scheduled"
+        self._in_flight = step if step.plan.sequences else None
+        return step.plan
+
+    def update(self, plan: SchedulePlan, result: StepResult) -> list[tuple[Request, list[int]]]:
+        """Takes a plan's result: tokens and arrays are appended, full blocks published, ended requests freed.
+
+        Returns the requests that got tokens, and those that ended without one (scored, or in error), in plan order.
+        What belongs to requests that were aborted since `schedule` is ignored.
+        """
+        step = self._in_flight
+        if step is None and plan.is_empty:
+            return []
+        assert step is not None, "no plan is in flight"
+        assert step.plan is plan, "this result belongs to another plan"
+        self._in_flight = None
+        self.kv.end_step()
+        outputs: list[tuple[Request, list[int]]] = []
+        columns = _Draws(result)
+        draws = plan.draws
+        num_draws = len(draws)
+        first = last = 0  # draws of the sequence
+        for index, request in enumerate(step.requests):
+            first = last
+            while last < num_draws and draws[last].sequence_index == index:
+                last += 1
+            if request.status is not _RUNNING:
+                continue
+            sequence = plan.sequences[index]
+            request.num_computed_tokens = sequence.start + len(sequence.token_ids)
+            if sequence.target_token_ids:
+                scores = result.prompt_logprobs[request.request_id]
+                if not self._take_scores(request, sequence.start, scores):
+                    self._retire_in_error(request, outputs)
+                    continue
+            if NOT_A_TOKEN in columns.token_ids[first:last]:
+                self.kv.withdraw(request)
+            else:
+                self.kv.publish(request)
+            if first < last:
+                self._take_draws(step.drawers, columns, first, last, outputs)
+            elif request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
+                self._retire(request, FinishReason.LENGTH, None)
+                outputs.append((request, []))
+        running = self._running
+        running.items = [request for request in running.items if request.status is _RUNNING]
+        return outputs
+
+    @staticmethod
+    def _take_scores(request: Request, start: int, scores: np.ndarray) -> bool:
+        """Appends the scores that are not known yet (after a preemption the first ones are); False if one is NaN."""
+        num_known = len(request.prompt_logprobs) - start
+        request.prompt_logprobs.extend(scores[num_known:].tolist())
+        return not np.isnan(scores).any()
+
+    def _take_draws(
+        self, drawers: list[Request], columns: _Draws, first: int, last: int, outputs: list[tuple[Request, list[int]]]
+    ) -> None:
+        """Gives one sequence's draws, `first` to `last`, to those who drew: its request and then its forks."""
+        leader = drawers[first]
+        if leader.siblings:
+            # Forks take their share of the leader's blocks before any of them can end and give its own back.
+            for sibling in drawers[first + 1 : last]:
+                if not sibling.is_finished:
+                    self._fork(leader, sibling)
+            self._pass_on_siblings(leader)
+        for position in range(first, last):
+            request = drawers[position]
+            if request.status is not _RUNNING:
+                continue
+            token_id = columns.token_ids[position]
+            if token_id == NOT_A_TOKEN:
+                self._retire_in_error(request, outputs)
+                continue
+            request.raw_logprobs.append(columns.raw_logprobs[position])
+            request.sampled_logprobs.append(columns.sampled_logprobs[position])
+            request.kept_mass.append(columns.kept_mass[position])
+            request.entropy.append(columns.entropy[position])
+            self._take_token(request, token_id)
+            outputs.append((request, [token_id]))
+
+    def _retire_in_error(self, request: Request, outputs: list[tuple[Request, list[int]]]) -> None:
+        self.kv.withdraw(request)
+        self._retire(request, FinishReason.ERROR, None)
+        outputs.append((request, []))
+
+    def _take_token(self, request: Request, token_id: int) -> None:
+        tokens = request.token_ids
+        tokens.append(token_id)
+        num_tokens = len(tokens)
+        verdict = check_stop(
+            token_id,
+            num_tokens - len(request.prompt_token_ids),
+            num_tokens,
+            request.params.min_tokens,
+            request.max_tokens,
+            self.config.max_model_len,
+            request.eos_token_ids,
+            request.stop_token_ids,
+        )
+        if verdict is not None:
+            self._retire(request, *verdict)
+
+    def _fork(self, leader: Request, sibling: Request) -> None:
+        self.kv.fork(leader, sibling)
+        sibling.num_computed_tokens = leader.num_computed_tokens
+        sibling.num_cached_tokens = leader.num_cached_tokens
+        if sibling.scores_prompt:
+            sibling.prompt_logprobs = leader.prompt_logprobs[:]
+        self._planner.start_running(sibling)
+
+    def preempt_all(self) -> None:
+        """Takes the KV of every request; they wait, and recompute it when they run again.
+
+        Also forgets a plan in flight, or one that was interrupted while it was made, executed or taken: the queues are
+        made anew, and since a plan's result is not taken, nothing is lost.
+        """
+        self._in_flight = None
+        self.kv.end_step()
+        pending: set[str] = set()
+        for request in self._requests.values():
+            request.siblings = [sibling for sibling in request.siblings if sibling.status is RequestStatus.WAITING]
+            pending.update(sibling.request_id for sibling in request.siblings)
+            if request.status is _RUNNING:
+                self._planner.count_preemption(request)
+            if request.status in (_RUNNING, RequestStatus.SWAPPED):
+                self._planner.drop_kv(request)
+        waiting = (request for request in self._requests.values() if request.request_id not in pending)
+        self._waiting.items = sorted(waiting, key=lambda request: request.rank)
+        self._running.items = []
+
+    def reset_prefix_cache(self) -> bool:
+        """Makes no block hittable; False, with nothing changed, where a block is in use."""
+        return self.kv.reset_prefix_cache()
+
+    def set_policy_version(self, version: int) -> None:
+        """Every block hash from now on is under `version`; no block from before can be hit.
+
+        KV in host memory is dropped, prompts that are scored in part are scored anew. Raises `RuntimeError` while
+        requests run (see `preempt_all` and `abort`).
+        """
+        if self._running.items or self._in_flight is not None:
+            raise RuntimeError(f"{self.num_running} requests are running: abort or preempt them before a policy update")
+        self.preempt_all()
+        for request in self._requests.values():
+            if len(request.prompt_logprobs) < request.num_prompt_tokens - 1:
+                del request.prompt_logprobs[:]
+        self.kv.set_policy_version(version)
+        self._planner.policy_version = version
+
+    def stats(self) -> SchedulerStats:
+        """Gauges and counters now."""
+        num_slots_allocated, num_slots_used = self.kv.slots(self._running)
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_free_blocks=self.kv.pool.num_free,
+            num_blocks=self.kv.pool.num_blocks,
+            num_preemptions=self._planner.num_preemptions,
+            prefix_cache_queries=self._planner.num_cache_queries,
+            prefix_cache_hits=self._planner.num_cache_hits,
+            num_slots_allocated=num_slots_allocated,
+            num_slots_used=num_slots_used,
+        )
+
+    def check_integrity(self) -> None:
+        """Recounts queues, states and blocks. Raises `AssertionError` on a mismatch."""
+        self._running.check_integrity()
+        self._waiting.check_integrity()
+        self.kv.check_integrity()
+        assert len(self._running) <= self.config.max_num_seqs, "more requests run than there are seats"
+        known = set(self._requests)
+        pending = [sibling for request in self._requests.values() for sibling in request.siblings]
+        places = [*self._running, *self._waiting, *(sibling for sibling in pending if not sibling.is_finished)]
+        ids = [request.request_id for request in places]
+        assert len(set(ids)) == len(ids), "a request stands in two places"
+        assert set(ids) == known, "a request stands nowhere"
+        assert known == {request_id for group in self._groups.values() for request_id in group}
+        for request in self._running:
+            assert request.status is _RUNNING, f"{request.request_id} is {request.status} in the running queue"
+            self._check_table(request)
+        for request in self._waiting:
+            swapped = request.status is RequestStatus.SWAPPED
+            assert swapped or request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert swapped or request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
+
+    def _check_table(self, request: Request) -> None:
+        num_computed, num_known = request.num_computed_tokens, request.num_tokens
+        assert num_computed < num_known, f"{request.request_id} runs and has nothing to compute"
+        num_held = len(self.kv.block_ids(request))
+        num_needed = self.kv.num_blocks_for(num_computed)
+        if self._in_flight is None:
+            assert num_held == num_needed, f"{request.request_id} holds {num_held} blocks and needs {num_needed}"
+        else:
+            assert num_needed <= num_held <= self.kv.num_blocks_for(num_known)

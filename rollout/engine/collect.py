@@ -1,0 +1,88 @@
+"""From a group of finished requests to the output that the user gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rollout.engine.detokenize import StopStringChecker, decode
+from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
+from rollout.prompts import Prompt
+from rollout.request import FinishReason, Request
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt while they run."""
+
+    group_id: str
+    prompt: Prompt
+    samples: list[Request]
+    receipt_id: str | None
+    checkers: dict[str, StopStringChecker] = field(default_factory=dict)  # request id -> its search for stop strings
+    num_unfinished: int = 0
+
+    @classmethod
+    def of(
+        cls, prompt: Prompt, samples: list[Request], receipt_id: str | None, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Group:
+        group = cls(samples[0].group_id, prompt, samples, receipt_id, num_unfinished=len(samples))
+        if tokenizer is not None:
+            group.checkers = {
+                sample.request_id: StopStringChecker(tokenizer, sample.params)
+                for sample in samples
+                if sample.params.stop_strings
+            }
+        return group
+
+    def append(self, request: Request, token_ids: list[int]) -> str | None:
+        """Looks for stop strings in a sample's new tokens. Returns the one that was found."""
+        checker = self.checkers.get(request.request_id)
+        if checker is None or not token_ids:
+            return None
+        match = checker.append(token_ids)
+        return None if match is None else match.stop
+
+    def output(self, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
+        """The output of the group as it stands."""
+        leader = self.samples[0]
+        return RequestOutput(
+            request_id=self.group_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=leader.prompt_token_ids,
+            outputs=[self._completion(index, sample, tokenizer) for index, sample in enumerate(self.samples)],
+            finished=self.num_unfinished == 0,
+            num_cached_tokens=leader.num_cached_tokens,
+            policy_version=leader.policy_version,
+            receipt_id=self.receipt_id,
+        )
+
+    def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:
+        token_ids = sample.output_token_ids
+        checker = self.checkers.get(sample.request_id)
+        if checker is not None and checker.match is not None and sample.finish_reason is FinishReason.STOP:
+            text = checker.final_text()
+        else:
+            text = decode(tokenizer, token_ids, sample.params)
+        raw = np.array(sample.raw_logprobs, np.float32)
+        logprobs = None
+        if sample.params.logprobs is not None:
+            logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in zip(token_ids, raw.tolist(), strict=True)]
+        spans = [PolicyVersionSpan(sample.policy_version, 0, len(token_ids))] if token_ids else []
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=token_ids,
+            raw_logprobs=raw,
+            sampled_logprobs=np.array(sample.sampled_logprobs, np.float32),
+            kept_mass=np.array(sample.kept_mass, np.float32),
+            entropy=np.array(sample.entropy, np.float32),
+            finish_reason=None if sample.finish_reason is None else str(sample.finish_reason),
+            stop_reason=sample.stop_reason,
+            seed=sample.seed,
+            sample_index=sample.sample_index,
+            policy_versions=spans,
+            logprobs=logprobs,
+        )

@@ -1,0 +1,75 @@
+"""What can go wrong with an engine, as exceptions. Each message says what happened and what to do next."""
+
+from __future__ import annotations
+
+
+class RolloutError(Exception):
+    """The root of the engine's own errors. Bad arguments raise `ValueError` instead."""
+
+
+class EngineAsleepError(RolloutError):
+    """A forward pass was asked for while memory that it needs is given back (`sleep`)."""
+
+
+class WeightsNotLoadedError(RolloutError):
+    """The weights' memory holds no policy: after `sleep(level=2)`, until a complete update or reload."""
+
+
+class StaleWeightsError(RolloutError):
+    """The tensors that the engine reads are not those of its last receipt."""
+
+
+class EngineUnusableError(RolloutError):
+    """A policy update failed after it had begun to write; a complete update makes the engine usable again."""
+
+
+class PolicyUpdateError(RolloutError):
+    """A policy update failed. The subclasses say how; the engine's state is said in the message."""
+
+
+class IllegalPhaseError(PolicyUpdateError):
+    """A phase of a policy update was called out of order; the message names the legal next steps."""
+
+
+class PolicyVersionError(PolicyUpdateError):
+    """The version offered does not follow the engine's."""
+
+
+class PolicyUpdateTimeoutError(PolicyUpdateError):
+    """The time limit of a policy update passed."""
+
+
+class AdapterTensorError(PolicyUpdateError):
+    """A key of an adapter (`lora_A`, ...) came where whole weights are needed."""
+
+
+class UnknownTensorError(PolicyUpdateError):
+    """A tensor's name is not a parameter of the engine's model."""
+
+
+class TensorShapeError(PolicyUpdateError):
+    """A tensor's shape is not the engine's; the message names the parameter and both shapes."""
+
+
+class TensorKindError(PolicyUpdateError):
+    """A tensor is not plain floating-point weights: quantised, sharded, sparse or without storage."""
+
+
+class DuplicateTensorError(PolicyUpdateError):
+    """One parameter was sent twice in one update, with different values."""
+
+
+class TiedTensorError(PolicyUpdateError):
+    """Different values were sent for parameters that share one tensor in the engine."""
+
+
+class UncoveredParametersError(PolicyUpdateError):
+    """Parameters of the engine that no tensor of the update covered."""
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
+
+
+class FingerprintMismatchError(PolicyUpdateError):
+    """The engine's memory is not, bit for bit, what the trainer sent."""

@@ -1,0 +1,1 @@
+"""Building blocks of the models: thin modules that name parameters and call kernels."""

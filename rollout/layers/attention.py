@@ -1,0 +1,43 @@
+"""Causal attention over the paged KV cache, or over packed sequences when a trainer runs the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import rollout_kernels
+from rollout.layers.gather import take_rows
+from rollout.worker.batch import ForwardBatch, SharedRows
+
+
+class Attention(nn.Module):
+    """Writes this step's keys and values, then attends to everything the block tables name.
+
+    Without KV caches in the batch the sequences are packed whole, and the same kernel runs over a scratch cache: a
+    trainer gets the sampler's bits, and gradients.
+    """
+
+    def __init__(self, layer_index: int, head_dim: int) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.scale = head_dim**-0.5
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """q: [T, Hq, D]; k, v: [T, Hkv, D] -> [T, Hq, D]."""
+        paged = batch.paged
+        if paged is None:
+            return self._packed(q, k, v, batch.query_start, batch.shared)
+        k_cache, v_cache = paged.kv_caches[self.layer_index]
+        rollout_kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
+        return rollout_kernels.paged_attention(
+            q, k_cache, v_cache, paged.block_tables, batch.query_start, paged.seq_lens, paged.block_size, self.scale
+        )
+
+    def _packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, shared: SharedRows | None
+    ) -> torch.Tensor:
+        """Rows that sequences share are laid out for each of them, for the attention alone."""
+        if shared is None:
+            return rollout_kernels.varlen_attention(q, k, v, query_start, self.scale)
+        q, k, v = (take_rows(rows, shared.gather) for rows in (q, k, v))
+        return take_rows(rollout_kernels.varlen_attention(q, k, v, query_start, self.scale), shared.first)

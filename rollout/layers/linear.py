@@ -1,0 +1,73 @@
+"""Matrix products with named parameters, and projections of one input fused into one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import rollout_kernels
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias` with float32 accumulation. weight: [out_features, in_features], as in the checkpoint.
+
+    `out_dtype` is what the product is rounded to; None means the dtype of `x`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bias: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_dtype = out_dtype
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        bias_tensor = torch.empty(out_features, dtype=dtype) if bias else None
+        self.bias = nn.Parameter(bias_tensor, requires_grad=False) if bias_tensor is not None else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
+        return rollout_kernels.linear(x, self.weight, self.bias, self.out_dtype)
+
+
+class MergedLinear(nn.Module):
+    """Several projections of one input as one product; their parameters are views of one fused storage.
+
+    The parts keep their names in the tree of modules, so a trainer or a checkpoint sees `q_proj.weight` and the kernel
+    sees one matrix. With gradients the parts are computed one by one: every output is one dot product in one order,
+    so both ways give the same bits.
+    """
+
+    def __init__(self, *parts: Linear) -> None:
+        super().__init__()
+        self.parts = parts  # a tuple, so that the parts are not registered a second time under other names
+        self.fused_weight: torch.Tensor | None = None
+        self.fused_bias: torch.Tensor | None = None
+
+    def materialize(self, allocate: Allocate) -> None:
+        """Gives the parts new storage from `allocate`: one contiguous block, part after part."""
+        self.fused_weight = self._fuse("weight", allocate)
+        self.fused_bias = self._fuse("bias", allocate) if self.parts[0].bias is not None else None
+
+    def _fuse(self, name: str, allocate: Allocate) -> torch.Tensor:
+        pieces = [part.get_parameter(name) for part in self.parts]
+        rows = sum(piece.shape[0] for piece in pieces)
+        fused = allocate((rows, *pieces[0].shape[1:]), pieces[0].dtype)
+        first = 0
+        for part, piece in zip(self.parts, pieces, strict=True):
+            part.register_parameter(name, nn.Parameter(fused[first : first + piece.shape[0]], requires_grad=False))
+            first += piece.shape[0]
+        return fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, sum of the parts' out_features]."""
+        if self.fused_weight is None or torch.is_grad_enabled():
+            return torch.cat([part(x) for part in self.parts], dim=-1)
+        return rollout_kernels.linear(x, self.fused_weight, self.fused_bias)

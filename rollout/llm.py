@@ -1,0 +1,498 @@
+"""LLM: the embedded engine as users see it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from rollout.config import EngineConfig
+from rollout.engine.collect import Group
+from rollout.engine.core import EngineCore
+from rollout.metrics import engine_metrics
+from rollout.models.causal_lm import CausalLM
+from rollout.models.loader import iterate_checkpoint
+from rollout.models.pretrained import resolve_model
+from rollout.outputs import RequestOutput, ScoreOutput
+from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
+from rollout.request import FinishReason, Request
+from rollout.sampling.noise import derive_seed
+from rollout.sampling_params import SamplingParams
+from rollout.weights.receipt import Receipt
+from rollout.weights.transaction import PolicyUpdate
+from rollout.worker.ledger import LedgerReport, SleepReport
+
+OnInvalid = Literal["raise", "return"]
+
+
+class LLM:
+    """A model with its own engine in this process.
+
+        rollout = LLM("path/or/name")
+        outputs = rollout.generate(prompts, SamplingParams(n=8, temperature=1.0, max_tokens=256))
+
+    Keyword arguments are the fields of `EngineConfig`. Calls from several threads are served together: whoever waits
+    for outputs steps the engine for all. Raises `ValueError` for a configuration or a model that cannot be used.
+    """
+
+    def __init__(self, model: str | Path, *, show_progress: bool | None = None, **config: Any) -> None:
+        folder = resolve_model(str(model))
+        self.config = EngineConfig(model=str(model), **config)
+        if self.config.device == "cuda":
+            raise ValueError("device='cuda' is not supported yet: this version runs on 'cpu'")
+        with _progress("Loading weights", None, "tensor", show_progress) as bar:
+            self.engine = EngineCore(self.config, folder, on_tensor=lambda _: _advance(bar))
+        self._folder = folder
+        self._tokenizer = _load_tokenizer(Path(self.config.tokenizer or folder))
+        self._eos_token_ids = _eos_token_ids(folder, self._tokenizer)
+        self._lock = self.engine.lock
+        self._numbers = itertools.count()
+        self._groups: dict[str, Group] = {}
+        self._enqueued: dict[str, Group] = {}
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+        on_invalid: OnInvalid = "raise",
+    ) -> list[RequestOutput]:
+        """Samples completions; outputs come in the order of the prompts.
+
+        A prompt is text, a list of token ids, a conversation (a list of messages), or a dict with "prompt",
+        "prompt_token_ids" or "messages". `sampling_params` is one for all or one a prompt. `priority` (lower first)
+        counts under the priority policy. `use_tqdm` of None shows progress on a terminal.
+
+        Every prompt is checked before any is scheduled. A bad one raises `ValueError` naming its index; with
+        `on_invalid="return"` it yields an output with `error` set and the others run. Raises `EngineAsleepError`,
+        `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
+        """
+        items = split_prompts(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+        priorities = _one_each("priority", priority if priority is not None else 0, int, len(items))
+        encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
+        return self._run(encoded, params, priorities, use_tqdm, on_invalid)
+
+    def enqueue(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queues prompts like `generate` and returns their request ids at once. `step` or `wait_for_completion` runs
+        them."""
+        items = split_prompts(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+        priorities = _one_each("priority", priority if priority is not None else 0, int, len(items))
+        encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
+        with self._lock:
+            groups, _ = self._admit(encoded, params, priorities, "raise")
+            self._enqueued.update((group.group_id, group) for group in groups.values())
+            return [group.group_id for group in groups.values()]
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended."""
+        with self._lock:
+            self._step()
+            done = [group for group in self._enqueued.values() if group.num_unfinished == 0]
+            for group in done:
+                del self._enqueued[group.group_id], self._groups[group.group_id]
+        return [group.output(self._tokenizer) for group in done]
+
+    def wait_for_completion(self, *, use_tqdm: bool | None = None) -> list[RequestOutput]:
+        """Runs every enqueued prompt to its end. Returns their outputs in the order in which they were enqueued."""
+        with self._lock:
+            groups, self._enqueued = list(self._enqueued.values()), {}
+        self._wait(groups, use_tqdm, "Generating")
+        return [group.output(self._tokenizer) for group in groups]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that are queued or running."""
+        return sum(group.num_unfinished for group in self._groups.values())
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_invalid: OnInvalid = "raise",
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
+        items = split_prompts(messages)  # type: ignore[arg-type]
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+
+        def encode(item: Any) -> Prompt:
+            ids = encode_chat(
+                item,
+                self._tokenizer,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            return Prompt(ids)
+
+        return self._run(self._encode(items, encode), params, [0] * len(items), use_tqdm, on_invalid)
+
+    def score(
+        self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, use_tqdm: bool | None = None
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of given tokens, each given those before it: raw, temperature 1.
+
+        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, or an id outside the vocabulary.
+        """
+        items = split_prompts(token_ids)
+        prompts = self._encode(items, lambda item: encode_prompt(item, None))
+        with self._lock:
+            requests = []
+            for index, prompt in enumerate(prompts):
+                problem = prompt.error or self._problem(prompt, None)
+                if problem is not None:
+                    raise ValueError(f"token_ids[{index}]: {problem}")
+                requests += self._make_requests(prompt, SamplingParams(), 0, scores=True)
+            groups = self._submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
+        self._wait(groups, use_tqdm, "Scoring")
+        outputs = []
+        for group in groups:
+            request = group.samples[0]
+            if request.finish_reason is not FinishReason.LENGTH:
+                raise RuntimeError(
+                    f"scoring ended with {request.finish_reason}: the engine was put to sleep, or failed"
+                )
+            outputs.append(ScoreOutput(request.prompt_token_ids, np.array(request.prompt_logprobs, np.float32)))
+        return outputs
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. Raises `ValueError` where its folder has none."""
+        if self._tokenizer is None:
+            raise ValueError(f"model={self.config.model!r} has no tokenizer in its folder")
+        return self._tokenizer
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
+        """Gives memory back to the operating system and says how much each owner gave.
+
+        Level 1: the KV pool and workspaces; level 2: the weights too (kept where a trainer shares them). Requests in
+        flight end with finish reason "abort" and the tokens they have; a waiting `generate` returns them.
+        """
+        if mode != "abort":
+            raise ValueError(f"mode={mode!r} is not supported yet: it must be 'abort'")
+        with self._lock:
+            return self.engine.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Ends the sleep of everything, or of `tags` ("weights", "kv_cache"). After level 2 the weights still need a
+        policy update, or `reload_weights`, before `generate` runs."""
+        with self._lock:
+            self.engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps; `sleeping_tags` says what."""
+        return self.engine.is_sleeping
+
+    @property
+    def sleeping_tags(self) -> tuple[str, ...]:
+        return self.engine.sleeping_tags
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy in the weights; 0 is the checkpoint."""
+        return self.engine.policy_version
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """Proof of what the weights held when they were last loaded."""
+        return self.engine.receipt
+
+    def policy_update(
+        self, version: int | None = None, *, in_flight: str = "abort", timeout: float | None = None
+    ) -> PolicyUpdate:
+        """One transaction that replaces the policy:
+
+            with rollout.policy_update(version=step) as update:
+                update.load(policy.named_parameters())
+            print(update.receipt)
+
+        See `rollout.weights.transaction`. While it lasts, `generate` raises `EngineAsleepError`.
+        """
+        return PolicyUpdate(self.engine, version, in_flight, timeout)
+
+    def reload_weights(self) -> Receipt:
+        """A policy update from the checkpoint on disk, read anew."""
+        with self.policy_update() as update:
+            update.load(iterate_checkpoint(self._folder))
+        return update.receipt
+
+    def verify(self) -> Receipt:
+        """Fingerprints every tensor that the kernels read. Raises `StaleWeightsError` naming those that changed since
+        the last receipt."""
+        with self._lock:
+            return self.engine.verify()
+
+    def shared_model(self) -> CausalLM:
+        """The module that the engine runs, for a trainer that owns the very tensors which the sampler reads.
+
+        After an optimiser step, run a policy update with its `named_parameters()`: zero bytes move, the fingerprint is
+        taken and cached blocks become unreachable. Until then `generate` raises `StaleWeightsError`.
+        """
+        with self._lock:
+            return self.engine.shared_model()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block. False, with nothing changed, while requests are in flight."""
+        with self._lock:
+            return self.engine.reset_prefix_cache()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker, or a callable that gets the worker first; results in rank order."""
+        with self._lock:
+            return self.engine.executor.collective_rpc(method, timeout, args, kwargs)
+
+    def memory_ledger(self) -> LedgerReport:
+        """Who holds which bytes."""
+        with self._lock:
+            return self.engine.memory_ledger()
+
+    def get_metrics(self) -> dict[str, float]:
+        """Gauges and counters of the engine, see `rollout.metrics`."""
+        with self._lock:
+            return engine_metrics(self.engine)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests in flight by their ids, keeping what they sampled; unknown ids are ignored."""
+        with self._lock:
+            self.engine.abort(request_ids)
+
+    def close(self) -> None:
+        """Ends requests in flight and gives all memory back. The engine cannot be used afterwards."""
+        with self._lock:
+            self.engine.sleep(2)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, items: list[PromptLike], encode: Callable[[PromptLike], Prompt]) -> list[Prompt]:
+        prompts = []
+        for item in items:
+            try:
+                prompts.append(encode(item))
+            except ValueError as error:
+                prompts.append(Prompt([], error=str(error)))
+        return prompts
+
+    def _problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
+        """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
+        ids, limit, vocab_size = prompt.token_ids, self.engine.max_model_len, self.engine.vocab_size
+        if not ids:
+            return "the prompt is empty: it must have at least 1 token"
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                return f"prompt_token_ids holds {token_id}: ids must be from 0 to {vocab_size - 1}"
+        if params is None:
+            return None if len(ids) <= limit else f"the prompt has {len(ids)} tokens, max_model_len is {limit}"
+        if len(ids) >= limit:
+            return f"the prompt has {len(ids)} tokens and max_model_len is {limit}: no token could be generated"
+        for token_id in params.stop_token_ids or ():
+            if token_id >= vocab_size:
+                return f"stop_token_ids holds {token_id}: ids must be from 0 to {vocab_size - 1}"
+        if params.stop_strings and self._tokenizer is None:
+            return "stop strings need a tokenizer, and the model's folder has none"
+        return None
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        use_tqdm: bool | None,
+        on_invalid: OnInvalid,
+    ) -> list[RequestOutput]:
+        with self._lock:
+            groups, refused = self._admit(prompts, params, priorities, on_invalid)
+        self._wait(list(groups.values()), use_tqdm, "Generating")
+        outputs = refused | {index: group.output(self._tokenizer) for index, group in groups.items()}
+        return [outputs[index] for index in range(len(prompts))]
+
+    def _admit(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        on_invalid: OnInvalid,
+    ) -> tuple[dict[int, Group], dict[int, RequestOutput]]:
+        """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index."""
+        if on_invalid not in ("raise", "return"):
+            raise ValueError(f"on_invalid={on_invalid!r} is not valid: it must be 'raise' or 'return'")
+        self.engine.check_ready()
+        refused: dict[int, RequestOutput] = {}
+        families: dict[int, tuple[Prompt, list[Request]]] = {}
+        for index, prompt in enumerate(prompts):
+            problem = prompt.error or self._problem(prompt, params[index])
+            requests: list[Request] = []
+            if problem is None:
+                requests = self._make_requests(prompt, params[index], priorities[index])
+                problem = self._unfit(requests)
+            if problem is None:
+                families[index] = (prompt, requests)
+            elif on_invalid == "raise":
+                raise ValueError(f"prompts[{index}]: {problem}")
+            else:
+                refused[index] = RequestOutput(f"invalid-{index}", prompt.text, prompt.token_ids, [], error=problem)
+        groups = self._submit(list(families.values()))
+        return dict(zip(families, groups, strict=True)), refused
+
+    def _unfit(self, requests: list[Request]) -> str | None:
+        try:
+            self.engine.scheduler.check_fits(requests[0])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _make_requests(
+        self, prompt: Prompt, params: SamplingParams, priority: int, scores: bool = False
+    ) -> list[Request]:
+        """The samples of one prompt, the first leading the others."""
+        number = next(self._numbers)
+        room = self.engine.max_model_len - len(prompt.token_ids)
+        max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
+        samples = [
+            Request(
+                request_id=f"{number}-{index}",
+                group_id=str(number),
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                seed=seed,
+                sample_index=params.first_sample_index + index,
+                max_tokens=max_tokens,
+                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+                stop_token_ids=frozenset(params.stop_token_ids or ()),
+                priority=priority,
+                arrival=number,
+                cache_salt=prompt.cache_salt,
+                scores_prompt=scores,
+            )
+            for index in range(params.n)
+        ]
+        samples[0].siblings = samples[1:]
+        return samples
+
+    def _submit(self, families: list[tuple[Prompt, list[Request]]]) -> list[Group]:
+        """Hands requests to the engine, all or none."""
+        self.engine.add(requests[0] for _, requests in families)
+        receipt = self.engine.receipt
+        receipt_id = None if receipt is None else receipt.id
+        groups = [Group.of(prompt, requests, receipt_id, self._tokenizer) for prompt, requests in families]
+        for group in groups:
+            self._groups[group.group_id] = group
+        return groups
+
+    def _wait(self, groups: list[Group], use_tqdm: bool | None, label: str) -> None:
+        """Steps the engine until `groups` are finished. An interruption aborts them and nothing else."""
+        total = sum(group.num_unfinished for group in groups)
+        try:
+            with _progress(label, total, "sample", use_tqdm) as bar:
+                remaining = total
+                while remaining:
+                    with self._lock:
+                        if any(group.num_unfinished for group in groups):
+                            self._step()
+                    now = sum(group.num_unfinished for group in groups)
+                    bar.update(remaining - now)
+                    remaining = now
+        finally:
+            with self._lock:
+                left = [group.group_id for group in groups if group.num_unfinished]
+                if left:
+                    self.engine.abort(left)
+                    self._deliver(self.engine.take_ended())
+                for group in groups:
+                    self._groups.pop(group.group_id, None)
+
+    def _step(self) -> None:
+        self._deliver(self.engine.step())
+
+    def _deliver(self, updates: list[tuple[Request, list[int]]]) -> None:
+        for request, token_ids in updates:
+            group = self._groups[request.group_id]
+            stop = group.append(request, token_ids)
+            if stop is not None:
+                self.engine.finish(request, FinishReason.STOP, stop)
+            if request.is_finished:
+                group.num_unfinished -= 1
+
+
+def generate(
+    model: str | Path,
+    prompts: PromptLike | Sequence[PromptLike],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    **config: Any,
+) -> list[RequestOutput]:
+    """For one-off use: loads the model, generates, and gives the memory back. See `LLM` and `LLM.generate`."""
+    with LLM(model, **config) as llm:
+        return llm.generate(prompts, sampling_params)
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """One value for each prompt. Raises `ValueError` where a list has another length, `TypeError` for another type."""
+    values = [value] * count if isinstance(value, kind) else list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts: give one, or one a prompt")
+    for entry in values:
+        if not isinstance(entry, kind):
+            raise TypeError(f"{name} holds {entry!r}: it must be {kind.__name__}")
+    return values
+
+
+def _progress(label: str, total: int | None, unit: str, show: bool | None) -> tqdm:
+    """A progress bar on the terminal; `show` of None means where there is one."""
+    return tqdm(total=total, desc=label, unit=unit, disable=None if show is None else not show, leave=False)
+
+
+def _advance(bar: tqdm) -> None:
+    bar.update()
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Every id that ends a sample: those of the generation config, else the config's, and the tokenizer's own."""
+    ids: set[int] = set()
+    if (folder / "generation_config.json").is_file():
+        configured = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        ids.update([configured] if isinstance(configured, int) else configured or ())
+    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

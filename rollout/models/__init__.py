@@ -1,0 +1,1 @@
+"""Model architectures, one file each, and how their weights are found and loaded."""

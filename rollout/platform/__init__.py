@@ -1,0 +1,1 @@
+"""The only place that asks which device the engine runs on."""

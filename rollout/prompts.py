@@ -1,0 +1,107 @@
+"""The forms that a prompt may take, and their token ids."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+PromptLike = str | Sequence[int] | Mapping[str, Any] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as token ids, with its text where it was given as text. `error` says why it cannot be used."""
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
+    error: str | None = None
+
+
+def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """One prompt, or a list of them, as a list. A list of integers is one prompt of token ids, and a list of messages
+    (`{"role": …, "content": …}`) is one conversation."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items = list(prompts)
+    if items and (all(_is_token_id(item) for item in items) or all(_is_message(item) for item in items)):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+    """Token ids of one prompt. Raises `ValueError` naming what is wrong with it; the vocabulary is not checked here."""
+    if isinstance(prompt, str):
+        return Prompt(_encode_text(prompt, tokenizer), prompt)
+    if isinstance(prompt, Mapping):
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "messages", "cache_salt"})
+        if unknown:
+            raise ValueError(f"prompt keys {unknown} are not supported: 'prompt', 'prompt_token_ids', 'messages' are")
+        salt = prompt.get("cache_salt")
+        text = prompt.get("prompt")
+        if "prompt_token_ids" in prompt:
+            return Prompt(_check_ids(prompt["prompt_token_ids"]), text, salt)
+        if "messages" in prompt:
+            return Prompt(encode_chat(prompt["messages"], tokenizer), None, salt)
+        if not isinstance(text, str):
+            raise ValueError(f"prompt={text!r} is not valid: it must be text")
+        return Prompt(_encode_text(text, tokenizer), text, salt)
+    items = list(prompt)
+    if items and all(_is_message(item) for item in items):
+        return Prompt(encode_chat(items, tokenizer))  # type: ignore[arg-type]
+    return Prompt(_check_ids(items))
+
+
+def encode_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation, by the tokenizer's chat template; the template alone writes special tokens."""
+    if tokenizer is None:
+        raise ValueError("messages need a tokenizer, and the model's folder has none: give prompt_token_ids")
+    ids = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        chat_template=chat_template,
+        tools=tools,  # type: ignore[arg-type]
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tokenize=True,
+        return_dict=False,
+        **dict(chat_template_kwargs or {}),
+    )
+    return list(ids)  # type: ignore[arg-type]
+
+
+def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("text prompts need a tokenizer, and the model's folder has none: give prompt_token_ids")
+    return list(tokenizer(text).input_ids)
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, numbers.Integral) and not isinstance(item, bool)
+
+
+def _is_message(item: object) -> bool:
+    return isinstance(item, Mapping) and "role" in item
+
+
+def _check_ids(ids: object) -> list[int]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise ValueError(f"prompt_token_ids={ids!r} is not valid: it must be a list of integers")
+    items = list(ids)
+    for token_id in items:
+        if not _is_token_id(token_id):
+            raise ValueError(f"prompt_token_ids holds {token_id!r}: token ids must be integers")
+    return [int(token_id) for token_id in items]

@@ -1,0 +1,103 @@
+"""One sample on its way through the engine: what it was asked for, its tokens so far, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from rollout.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; `ABORT` keeps what was sampled, `ERROR` means that the model's logits were not numbers."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sample. A request for `n` samples becomes `n` of these; the first leads and the others fork from it.
+
+    The lists are filled as follows: `token_ids` starts as the prompt and grows by the scheduler's update; the arrays of
+    logprobs grow with it, one value per sampled token. `num_computed_tokens` counts the leading tokens whose KV is
+    written; it moves only when a step's result arrives.
+    """
+
+    request_id: str  # unique, one per sample
+    group_id: str  # the user's request; the same for all its samples
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    sample_index: int  # params.first_sample_index + position in the group
+    max_tokens: int  # resolved against the model's length limit; 0 scores the prompt and samples nothing
+    eos_token_ids: frozenset[int] = frozenset()  # empty where ignore_eos is set
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0  # lower runs first, under the priority policy
+    arrival: int = 0  # running number, given by the engine
+    rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; given by the scheduler's add and kept
+    cache_salt: str | None = None
+    scores_prompt: bool = False  # return the logprob of every prompt token
+
+    token_ids: list[int] = field(default_factory=list)  # prompt + output
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    siblings: list[Request] = field(default_factory=list)  # forks of the leader that still wait for its prompt
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that matched; None for EOS
+    policy_version: int = 0  # version under which the tokens were sampled; set at admission
+    # (version, index of the first output token that it samples), extended at admission under another version
+    policy_spans: list[tuple[int, int]] = field(default_factory=list)
+
+    raw_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    sampled_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    kept_mass: array[float] = field(default_factory=lambda: array("f"))
+    entropy: array[float] = field(default_factory=lambda: array("f"))
+    prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Ids that may not be drawn next: every id that would end the request, before `min_tokens` is reached."""
+        if self.num_output_tokens >= self.params.min_tokens:
+            return ()
+        return tuple(sorted(self.eos_token_ids | self.stop_token_ids))

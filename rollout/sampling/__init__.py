@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters to arrays, counter-based noise, one fused kernel."""

@@ -1,0 +1,64 @@
+"""What a policy update needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from rollout.weights.guard import SharedWeightsGuard
+from rollout.weights.receipt import Receipt
+
+
+class UpdateTarget(Protocol):
+    """The engine's side of a policy update. Each method is called at most once, in the order given here.
+
+    `parameters` has the engine's own tensors under Hugging Face names, views of fused storage included, without the
+    names in `tied`, which share the tensor of the name that they map to. `receipt` is the last one, kept through sleep.
+    """
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def receipt(self) -> Receipt | None: ...
+
+    def pause(self, in_flight: str, timeout: float | None) -> None:
+        """Stops stepping; requests in flight end by the mode, with what they have.
+
+        Legal on an unusable engine. Raises, and leaves the engine unpaused or to its other user, if it cannot.
+        """
+        ...
+
+    def wake_weights(self) -> None:
+        """Makes the weights' memory writable if it sleeps."""
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+
+    def tied(self) -> Mapping[str, str]: ...
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """What the forward pass reads and the engine computes itself; asked for after `post_process`."""
+        ...
+
+    def post_process(self) -> None:
+        """Rebuilds whatever depends on the weights or was lost in sleep (buffers, packed copies)."""
+        ...
+
+    def invalidate(self, version: int) -> None:
+        """Takes the version over: from here on no KV of an older policy can be hit."""
+        ...
+
+    def resume(self, receipt: Receipt, guard: SharedWeightsGuard) -> None:
+        """Keeps receipt and guard, clears 'unusable' and 'not loaded', and serves."""
+        ...
+
+    def cancel(self) -> None:
+        """Nothing was written: takes up again where `pause` stopped, with the old policy."""
+        ...
+
+    def mark_unusable(self, reason: str) -> None:
+        """The weights are a mixture: refuses to generate, saying why, until a later `resume`."""
+        ...

@@ -1,0 +1,363 @@
+"""A policy update as one transaction.
+
+    with rollout.policy_update(version=7) as update:    pause ─► wake
+        update.load(policy.named_parameters())          load (any number of times, any order, any split)
+    print(update.receipt)                               post_process ─► verify ─► invalidate ─► resume
+
+It ends in one of three ways: the engine holds the new policy, whole, and there is a receipt; nothing was written and
+the engine goes on with the old policy; or something was written and the engine refuses to generate until a complete
+update succeeds. It never serves a mixture.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import ItemsView, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, cast
+
+import torch
+
+from rollout.errors import (
+    DuplicateTensorError,
+    FingerprintMismatchError,
+    IllegalPhaseError,
+    PolicyUpdateTimeoutError,
+    PolicyVersionError,
+    TiedTensorError,
+    UncoveredParametersError,
+)
+from rollout.weights.guard import SharedWeightsGuard
+from rollout.weights.incoming import Incoming, match
+from rollout.weights.receipt import Receipt, changed_tensors, fingerprint_of, fingerprint_tensors, make_receipt
+from rollout.weights.target import UpdateTarget
+
+IN_FLIGHT_MODES = ("abort",)
+
+_Pair = tuple[str, torch.Tensor]
+
+
+class Phase(enum.StrEnum):
+    """How far an update has come: the last step that succeeded."""
+
+    OPEN = "open"
+    PAUSED = "paused"
+    AWAKE = "awake"
+    LOADED = "loaded"
+    POST_PROCESSED = "post-processed"
+    VERIFIED = "verified"
+    INVALIDATED = "invalidated"
+    RESUMED = "resumed"
+    FAILED = "failed"
+
+
+# phase -> legal steps; each step leads to the phase beside it
+_STEPS: dict[Phase, dict[str, Phase]] = {
+    Phase.OPEN: {"pause": Phase.PAUSED},
+    Phase.PAUSED: {"wake": Phase.AWAKE},
+    Phase.AWAKE: {"load": Phase.LOADED},
+    Phase.LOADED: {"load": Phase.LOADED, "post_process": Phase.POST_PROCESSED},
+    Phase.POST_PROCESSED: {"verify": Phase.VERIFIED},
+    Phase.VERIFIED: {"invalidate": Phase.INVALIDATED},
+    Phase.INVALIDATED: {"resume": Phase.RESUMED},
+    Phase.RESUMED: {},
+    Phase.FAILED: {},
+}
+
+
+class _Sent(NamedTuple):
+    """What the trainer sent for one engine tensor: under which name, and its fingerprint (None: shared memory)."""
+
+    name: str
+    fingerprint: int | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step as a context: checks that it is legal and in time, and moves the phase on when it succeeds."""
+
+    update: PolicyUpdate
+    name: str
+    started: float = 0.0
+
+    def __enter__(self) -> None:
+        self.update._require(self.name)
+        self.update._check_time(self.name)
+        self.started = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        seconds = self.update.phase_seconds
+        seconds[self.name] = seconds.get(self.name, 0.0) + time.perf_counter() - self.started
+        if kind is None:
+            self.update.phase = _STEPS[self.update.phase][self.name]
+
+
+class PolicyUpdate:
+    """One policy update of `engine` to `version` (default: the engine's next). A context manager, used once.
+
+    `in_flight` says what becomes of unfinished requests: "abort" returns what they have. `timeout` limits the whole
+    update, in seconds. After the block, `receipt` holds the proof. An error in the block, or of any phase, is raised
+    after the engine has been put back (nothing written) or marked unusable (something written).
+    """
+
+    def __init__(
+        self,
+        engine: UpdateTarget,
+        version: int | None = None,
+        in_flight: str = "abort",
+        timeout: float | None = None,
+    ) -> None:
+        if in_flight not in IN_FLIGHT_MODES:
+            raise ValueError(f"in_flight={in_flight!r} is not supported yet: it must be one of {IN_FLIGHT_MODES}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout!r} is not valid: it must be above 0 seconds, or None")
+        self.version = _next_version(version, engine.policy_version)
+        self.phase = Phase.OPEN
+        self.phase_seconds: dict[str, float] = {}
+        self.bytes_copied = 0
+        self.bytes_shared = 0
+        self._engine = engine
+        self._in_flight = in_flight
+        self._timeout = timeout
+        self._started = time.perf_counter()
+        self._parameters: Mapping[str, torch.Tensor] = {}
+        self._tied: Mapping[str, str] = {}
+        self._storages: frozenset[int] = frozenset()
+        self._sent: dict[str, _Sent] = {}
+        self._shared: dict[str, torch.Tensor] = {}
+        self._written = False
+        self._receipt: Receipt | None = None
+
+    @property
+    def receipt(self) -> Receipt:
+        """The receipt, once the update has succeeded."""
+        if self._receipt is None or self.phase is not Phase.RESUMED:
+            raise IllegalPhaseError(f"there is no receipt: the update to policy {self.version} is {self.phase.value}")
+        return self._receipt
+
+    def __enter__(self) -> PolicyUpdate:
+        try:
+            self.pause()
+            self.wake()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._give_up(error)
+            return
+        try:
+            self.commit()
+        except BaseException as failure:
+            self._give_up(failure)
+            raise
+
+    def pause(self) -> None:
+        """Stops the engine; requests in flight end by the mode."""
+        with _Step(self, "pause"):
+            self._started = time.perf_counter()
+            self._engine.pause(self._in_flight, self._timeout)
+
+    def wake(self) -> None:
+        """Makes the weights' memory writable and learns the engine's tensors."""
+        with _Step(self, "wake"):
+            self._engine.wake_weights()
+            self._parameters = dict(self._engine.parameters())
+            self._tied = dict(self._engine.tied())
+            self._storages = frozenset(t.untyped_storage().data_ptr() for t in self._parameters.values())
+
+    def load(self, named: Mapping[str, torch.Tensor] | Iterable[_Pair]) -> list[str]:
+        """Takes tensors over and returns their Hugging Face names; may be called often, with any split and order.
+
+        A generator is consumed lazily and each tensor is copied before the next is asked for, so it may overwrite
+        its tensors and never holds more than one. A mapping, list or tuple is checked wholly before the first byte is
+        written. A tensor that is the engine's own memory is covered without a copy.
+        """
+        with _Step(self, "load"):
+            pairs = _pairs(named)
+            if isinstance(pairs, tuple):
+                self._check_all(pairs)
+            loaded = []
+            for item in filter(None, map(self._match, pairs)):
+                self._store(item)
+                loaded.append(item.name)
+            return loaded
+
+    def post_process(self) -> None:
+        """Ends the loading: every parameter must be covered. Lets the engine rebuild what it derives from them."""
+        with _Step(self, "post_process"):
+            self._check_covered()
+            self._engine.post_process()
+
+    def verify(self) -> None:
+        """Fingerprints the engine's memory and compares it with what was sent."""
+        with _Step(self, "verify"):
+            fingerprints = fingerprint_tensors(self._parameters)
+            sent = {name: sent.fingerprint for name, sent in self._sent.items() if sent.fingerprint is not None}
+            wrong = [name for name, value in sent.items() if value != fingerprints[name]]
+            if wrong:
+                raise FingerprintMismatchError(f"the engine's memory is not what was sent: {_some(wrong)}")
+            self._receipt = make_receipt(
+                self.version,
+                self._parameters,
+                self._tied,
+                self._engine.buffers(),
+                fingerprints,
+                bytes_copied=self.bytes_copied,
+                bytes_shared=self.bytes_shared,
+            )
+            self._check_buffers(self._receipt)
+
+    def invalidate(self) -> None:
+        """Gives the engine its new version, so that no older KV can be hit."""
+        with _Step(self, "invalidate"):
+            self._engine.invalidate(self.version)
+
+    def resume(self) -> None:
+        """Hands the receipt to the engine, which serves again."""
+        with _Step(self, "resume"):
+            assert self._receipt is not None
+            self._receipt = self._receipt.timed(self.phase_seconds)
+            self._engine.resume(self._receipt, SharedWeightsGuard(self._shared))
+
+    def commit(self) -> None:
+        """Every step that is left, from the coverage check to serving again. Leaving the block calls it."""
+        if self.phase is Phase.AWAKE:  # no load succeeded: says what is missing
+            self._check_covered()
+            self._require("post_process")
+        for step in (self.post_process, self.verify, self.invalidate, self.resume):
+            if step.__name__ in _STEPS[self.phase]:
+                step()
+
+    def _require(self, step: str) -> None:
+        legal = _STEPS[self.phase]
+        if step not in legal:
+            steps = " or ".join(f"{name}()" for name in legal) or "none: open a new policy_update"
+            raise IllegalPhaseError(
+                f"{step}() is not legal while the policy update is {self.phase.value}; legal next steps: {steps}"
+            )
+
+    def _check_time(self, what: str) -> None:
+        if self._timeout is not None and self.phase is not Phase.OPEN:
+            seconds = time.perf_counter() - self._started
+            if seconds > self._timeout:
+                raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {self._timeout} s at {what}")
+
+    def _match(self, named: _Pair) -> Incoming | None:
+        self._check_time(named[0])
+        return match(*named, self._parameters, self._tied, self._storages)
+
+    def _check_all(self, named: tuple[_Pair, ...]) -> None:
+        """Raises for anything wrong in tensors that are all there, without writing."""
+        first: dict[str, Incoming] = {}
+        for item in filter(None, map(self._match, named)):
+            twin = first.setdefault(item.target, item)
+            if twin is not item and not twin.same_source(item):
+                self._check_equal(item, twin.name, fingerprint_of(twin.cast()))
+            if item.target in self._sent and not item.is_shared:
+                self._check_repeated(item, item.cast())
+
+    def _store(self, item: Incoming) -> None:
+        """Copies one tensor into the engine, unless it is there already."""
+        size = item.destination.nbytes
+        if item.is_shared:
+            self._shared.setdefault(item.target, item.source.detach())
+            if item.target not in self._sent:
+                self._sent[item.target] = _Sent(item.name, None)
+                self.bytes_shared += size
+            return
+        cast = item.cast()
+        if item.target in self._sent:
+            self._check_repeated(item, cast)
+            return
+        sent = _Sent(item.name, fingerprint_of(cast))
+        self._written = True
+        with torch.no_grad():
+            item.destination.copy_(cast)
+        self._sent[item.target] = sent
+        self.bytes_copied += size
+
+    def _check_repeated(self, item: Incoming, cast: torch.Tensor) -> None:
+        before = self._sent[item.target]
+        expected = before.fingerprint if before.fingerprint is not None else fingerprint_of(item.destination)
+        self._check_equal(item, before.name, expected, cast)
+
+    def _check_equal(self, item: Incoming, name: str, expected: int, cast: torch.Tensor | None = None) -> None:
+        """The tensor must equal what was sent as `name` for the same tensor of the engine."""
+        if fingerprint_of(item.cast() if cast is None else cast) == expected:
+            return
+        if item.name != name:
+            raise TiedTensorError(
+                f"{item.name} and {name} are tied in the engine's model (one tensor), but they were sent with "
+                "different values: untie them in the model's configuration (tie_word_embeddings=false) or send one"
+            )
+        raise DuplicateTensorError(f"{item.name} was sent twice in one policy update, with different values")
+
+    def _check_covered(self) -> None:
+        missing = tuple(name for name in self._parameters if name not in self._sent)
+        if missing or not self._sent:
+            raise UncoveredParametersError(
+                f"{len(self._sent)} of {len(self._parameters)} parameters were loaded; missing: {_some(missing)}",
+                missing,
+            )
+
+    def _check_buffers(self, receipt: Receipt) -> None:
+        """Buffers follow from the configuration alone, so an update never changes them."""
+        before = self._engine.receipt
+        if before is not None and before.buffers != receipt.buffers:
+            names = sorted(before.buffers.keys() | receipt.buffers.keys())
+            wrong = [name for name in names if before.buffers.get(name) != receipt.buffers.get(name)]
+            raise FingerprintMismatchError(f"buffers are not as they were before the update: {_some(wrong)}")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Puts the engine back, or marks it unusable; says which in a note of the error that is on its way."""
+        if self.phase is Phase.RESUMED:
+            return
+        at, self.phase = self.phase, Phase.FAILED
+        if at is Phase.OPEN:  # pause itself failed, and left the engine as it was
+            return
+        if self._old_policy_is_whole():
+            self._engine.cancel()
+            error.add_note(f"policy update to {self.version} given up; nothing was written, the old policy stays")
+            return
+        reason = f"the policy update to version {self.version} failed when {at.value}: {type(error).__name__}: {error}"
+        self._engine.mark_unusable(reason)
+        error.add_note(f"policy update to {self.version} failed half-way; the engine refuses until one succeeds")
+
+    def _old_policy_is_whole(self) -> bool:
+        """Nothing was copied, and memory that the trainer shares still has what the last receipt says."""
+        if self._written:
+            return False
+        before = self._engine.receipt
+        if not self._shared or before is None:
+            return True
+        tensors = {name: self._parameters[name] for name in self._shared}
+        changed = set(changed_tensors(before, tensors, {}, {}))
+        return changed.isdisjoint(tensors)
+
+
+def _next_version(version: int | None, current: int) -> int:
+    if version is None:
+        return current + 1
+    if isinstance(version, bool) or not isinstance(version, int) or version <= current:
+        raise PolicyVersionError(
+            f"version={version!r} is not valid: it must be an integer above the engine's policy version {current}"
+        )
+    return version
+
+
+def _pairs(named: Mapping[str, torch.Tensor] | Iterable[_Pair]) -> Iterable[_Pair]:
+    """The pairs as a tuple where all of them are there already, else as they come."""
+    pairs = cast(Iterable[_Pair], named.items() if isinstance(named, Mapping) else named)
+    return tuple(pairs) if isinstance(pairs, (list, tuple, ItemsView)) else pairs
+
+
+def _some(names: Iterable[str], shown: int = 8) -> str:
+    names = list(names)
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

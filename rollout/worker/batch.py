@@ -1,0 +1,48 @@
+"""The context of one forward pass: ragged token tensors, handed to the model as an explicit argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+KVCaches = list[tuple[torch.Tensor, torch.Tensor]]  # one (keys, values) a layer
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """Where the KV of each sequence lives."""
+
+    kv_caches: KVCaches
+    block_tables: torch.Tensor  # int32 [S, max_blocks]
+    seq_lens: torch.Tensor  # int32 [S], keys of each sequence including this step's
+    slot_mapping: torch.Tensor  # int64 [T], where each token's KV is written
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Rows that several sequences begin with (the prompt of a group of samples), given to the model once.
+
+    Laid out one after the other the sequences have E rows; the model computes T different ones.
+    """
+
+    gather: torch.Tensor  # int64 [E], the model's row at each place of the layout
+    first: torch.Tensor  # int64 [T], the first place of each of the model's rows in the layout
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """S sequences with T tokens in all, one after another. `query_start`: int32 [S + 1], first token of each.
+
+    With `shared` set the model gets fewer rows, and `query_start` counts those of the layout that `shared` describes.
+    """
+
+    query_start: torch.Tensor
+    paged: PagedContext | None = None
+    shared: SharedRows | None = None
+
+    @classmethod
+    def packed(cls, query_start: torch.Tensor, shared: SharedRows | None = None) -> ForwardBatch:
+        """Whole sequences without a KV cache: what a trainer runs, with or without gradients."""
+        return cls(query_start=query_start.to(torch.int32), shared=shared)

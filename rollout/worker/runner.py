@@ -1,0 +1,121 @@
+"""Executes a plan: plain data to ragged tensors, one forward pass, logits of the rows that need them, draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import rollout_kernels
+from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
+from rollout.models.causal_lm import CausalLM
+from rollout.sampling.sampler import sample_rows
+from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
+
+_SCORE_ROWS = 256  # rows of logits held at once while scoring: 256 x 49,152 float32 are 50 MB
+
+
+@dataclass(slots=True)
+class Runner:
+    """A model with its KV caches. `tiles_per_block` x 16 slots make a block."""
+
+    model: CausalLM
+    kv_caches: KVCaches
+    host_caches: KVCaches = field(default_factory=list)  # for the KV of preempted requests, where swapping is on
+    block_size: int = 16
+
+    @property
+    def tiles_per_block(self) -> int:
+        return -(-self.block_size // 16)
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulePlan) -> StepResult:
+        """Swaps and copies blocks, computes every scheduled token, and draws. Raises nothing for NaN logits: their
+        draws come back as token id -1."""
+        self._move_blocks(plan)
+        if plan.is_empty:
+            return _empty_result()
+        hidden = self._forward(plan.sequences)
+        ends = np.cumsum([len(sequence.token_ids) for sequence in plan.sequences])
+        result = self._draw(plan, hidden, ends)
+        self._score(plan, hidden, ends, result)
+        return result
+
+    def _move_blocks(self, plan: SchedulePlan) -> None:
+        if plan.swap_out:
+            rollout_kernels.copy_blocks_between(self.kv_caches, self.host_caches, plan.swap_out, self.tiles_per_block)
+        if plan.swap_in:
+            rollout_kernels.copy_blocks_between(self.host_caches, self.kv_caches, plan.swap_in, self.tiles_per_block)
+        if plan.block_copies:
+            rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
+
+    def _forward(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
+        """Final hidden states of every scheduled token, [T, hidden]."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
+        counts = np.asarray(lengths, np.int64)
+        query_start = np.zeros(len(sequences) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+
+        input_ids = np.fromiter((t for sequence in sequences for t in sequence.token_ids), np.int64, num_tokens)
+        owner = np.repeat(np.arange(len(sequences)), counts)
+        positions = np.arange(num_tokens) - query_start[:-1].astype(np.int64)[owner] + starts[owner]
+        block_tables = _block_tables(sequences)
+        slots_per_block = self.tiles_per_block * 16
+        blocks = block_tables[owner, positions // self.block_size].astype(np.int64)
+        slot_mapping = blocks * slots_per_block + positions % self.block_size
+
+        paged = PagedContext(
+            kv_caches=self.kv_caches,
+            block_tables=torch.from_numpy(block_tables),
+            seq_lens=torch.from_numpy((starts + counts).astype(np.int32)),
+            slot_mapping=torch.from_numpy(slot_mapping),
+            block_size=self.block_size,
+        )
+        batch = ForwardBatch(query_start=torch.from_numpy(query_start), paged=paged)
+        return self.model(torch.from_numpy(input_ids), torch.from_numpy(positions), batch)
+
+    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray) -> StepResult:
+        if not plan.draws:
+            return _empty_result()
+        drawn = sorted({draw.sequence_index for draw in plan.draws})
+        row_of = {sequence_index: row for row, sequence_index in enumerate(drawn)}
+        last_tokens = torch.from_numpy(ends[drawn] - 1)
+        logits = self.model.compute_logits(hidden[last_tokens])  # float32 [R, vocab]
+        sampled = sample_rows(logits, plan.draws, [row_of[draw.sequence_index] for draw in plan.draws])
+        return StepResult(
+            token_ids=sampled.token_ids.numpy(),
+            raw_logprobs=sampled.raw_logprobs.numpy(),
+            sampled_logprobs=sampled.sampled_logprobs.numpy(),
+            kept_mass=sampled.kept_mass.numpy(),
+            entropy=sampled.entropy.numpy(),
+        )
+
+    def _score(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, result: StepResult) -> None:
+        for index, sequence in enumerate(plan.sequences):
+            targets = sequence.target_token_ids
+            if not targets:
+                continue
+            first = int(ends[index]) - len(sequence.token_ids)
+            scores = np.empty(len(targets), np.float32)
+            for start in range(0, len(targets), _SCORE_ROWS):
+                ids = torch.tensor(targets[start : start + _SCORE_ROWS])
+                logits = self.model.compute_logits(hidden[first + start : first + start + len(ids)])
+                scores[start : start + len(ids)] = rollout_kernels.token_logprobs(logits, ids).numpy()
+            result.prompt_logprobs[sequence.request_id] = scores
+
+
+def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:
+    """int32 [S, max_blocks]; unused entries are 0 and never read."""
+    width = max(len(sequence.block_ids) for sequence in sequences)
+    tables = np.zeros((len(sequences), width), np.int32)
+    for row, sequence in zip(tables, sequences, strict=True):
+        row[: len(sequence.block_ids)] = sequence.block_ids
+    return tables
+
+
+def _empty_result() -> StepResult:
+    floats = np.empty(0, np.float32)
+    return StepResult(np.empty(0, np.int64), floats, floats, floats, floats)

@@ -1,0 +1,158 @@
+"""One device of the engine: loads the weights, sizes and holds the KV pool, executes plans, sleeps and wakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import rollout_kernels
+from rollout.config import EngineConfig
+from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult
+from rollout.models.loader import (
+    build_model,
+    load_weights,
+    materialize,
+    num_parameter_bytes,
+    read_config,
+    resolve_dtype,
+)
+from rollout.platform import cpu
+from rollout.sampling_params import SamplingParams
+from rollout.worker.batch import KVCaches
+from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport
+from rollout.worker.runner import Runner
+from rollout.worker.slab import Slab
+
+_SLEEPERS = {"weights": ("weights",), "kv_cache": ("kv_cache", "swap")}  # wake-up tag -> owners in the ledger
+_PROFILE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolSize:
+    """Blocks of the device's pool and of the host's swap pool, and the bytes of one block over all layers."""
+
+    num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+
+
+class Worker:
+    """Everything on one device. The model's parameters and the KV pool lie in slabs whose pages can be given back."""
+
+    def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.config = config
+        self.device = torch.device("cpu")
+        self.folder = folder
+        self.backend = rollout_kernels.set_backend(config.kernels)
+        model_config = read_config(folder)
+        self.dtype = resolve_dtype(config.dtype, model_config)
+        self.model = build_model(model_config, self.dtype)
+        self.ledger = MemoryLedger()
+
+        self._weights = Slab("weights", num_parameter_bytes(self.model))
+        materialize(self.model, self._weights.carve, self.device)
+        self.ledger.register("weights", self._weights)
+        self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in self.model.buffers()))
+        self.reload_weights(on_tensor)
+        self.runner = Runner(self.model, [], [], config.block_size)
+        self.pool = self._size_pool()
+        self._allocate_pool()
+
+    def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
+        """Reads the checkpoint again, into the tensors that are there."""
+        load_weights(self.model, self.folder, on_tensor)
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the kernels read, under the checkpoint's names."""
+        return dict(self.model.named_parameters())
+
+    def tied(self) -> Mapping[str, str]:
+        return self.model.tied_names
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """What the forward pass reads besides the parameters; computed from the configuration."""
+        return dict(self.model.named_buffers())
+
+    def execute(self, plan: SchedulePlan) -> StepResult:
+        """Runs one step."""
+        return self.runner.execute(plan)
+
+    def sleep(self, level: int, keep_weights: bool) -> SleepReport:
+        """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them."""
+        owners = list(_SLEEPERS["kv_cache"])
+        if level == 2 and not keep_weights:
+            owners += _SLEEPERS["weights"]
+        return self.ledger.release([owner for owner in owners if owner in self.ledger.owners])
+
+    def memory_ledger(self) -> LedgerReport:
+        return self.ledger.report()
+
+    def _size_pool(self) -> KVPoolSize:
+        shape = self.model.shape
+        keys, values = rollout_kernels.kv_cache_shapes(
+            1, self.config.block_size, shape.num_key_value_heads, shape.head_dim, self.dtype
+        )
+        elements = torch.Size(keys).numel() + torch.Size(values).numel()
+        block_bytes = elements * self.dtype.itemsize * shape.num_hidden_layers
+        if self.config.kv_cache_memory is not None:
+            budget = int(self.config.kv_cache_memory)
+        else:
+            total = cpu.total_memory()
+            peak = self._measure_peak()
+            budget = int(total * self.config.gpu_memory_utilization) - self._weights.num_bytes - peak
+            if budget < block_bytes:
+                raise ValueError(
+                    f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
+                    f"bytes the weights take {self._weights.num_bytes:,} and a step at most {peak:,}"
+                )
+        num_blocks = budget // block_bytes
+        if num_blocks < 1:
+            raise ValueError(f"kv_cache_memory={budget:,} is not valid: one block takes {block_bytes:,} bytes")
+        return KVPoolSize(num_blocks, int(self.config.swap_space) // block_bytes, block_bytes)
+
+    def _measure_peak(self) -> int:
+        """Bytes that a step of `max_num_batched_tokens` needs for activations, from a shorter one that really runs."""
+        tokens = min(_PROFILE_TOKENS, self.config.max_num_batched_tokens, self.model.shape.max_position_embeddings)
+        num_blocks = -(-tokens // self.config.block_size)
+        self.runner.kv_caches = self._caches(num_blocks, None)
+        rows = min(self.config.max_num_seqs, tokens)
+        plan = SchedulePlan(
+            sequences=[ScheduledSequence("profile", 0, [0] * tokens, list(range(num_blocks)))],
+            draws=[Draw("profile", 0, SamplingParams(), 0, index, tokens) for index in range(rows)],
+            num_scheduled_tokens=tokens,
+        )
+        self.runner.execute(plan)  # first run: threads, caches, code pages
+        cpu.reset_peak_memory()
+        before = cpu.peak_memory()
+        self.runner.execute(plan)
+        measured = max(0, cpu.peak_memory() - before)
+        self.runner.kv_caches = []
+        per_token = measured / tokens
+        logits = 4 * self.config.max_num_seqs * self.model.shape.vocab_size
+        return int(per_token * self.config.max_num_batched_tokens) + logits
+
+    def _allocate_pool(self) -> None:
+        size = self.pool
+        slab = Slab("kv_cache", size.num_blocks * size.block_bytes + 64 * 2 * self.model.shape.num_hidden_layers)
+        self.ledger.register("kv_cache", slab)
+        self.runner.kv_caches = self._caches(size.num_blocks, slab)
+        if size.num_host_blocks:
+            host = Slab("swap", size.num_host_blocks * size.block_bytes + 128 * self.model.shape.num_hidden_layers)
+            self.ledger.register("swap", host)
+            self.runner.host_caches = self._caches(size.num_host_blocks, host)
+
+    def _caches(self, num_blocks: int, slab: Slab | None) -> KVCaches:
+        model = self.model.shape
+        shapes = rollout_kernels.kv_cache_shapes(
+            num_blocks, self.config.block_size, model.num_key_value_heads, model.head_dim, self.dtype
+        )
+
+        def tensor(shape: Sequence[int]) -> torch.Tensor:
+            return torch.zeros(tuple(shape), dtype=self.dtype) if slab is None else slab.carve(shape, self.dtype)
+
+        return [(tensor(shapes[0]), tensor(shapes[1])) for _ in range(model.num_hidden_layers)]

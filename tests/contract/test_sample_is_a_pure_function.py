@@ -1,0 +1,185 @@
+"""Contract 1: tokens and logprobs depend on weights, prompt, parameters, seed and sample index, and on nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout import LLM, CompletionOutput, SamplingParams
+from tests.support.tiny import make_tiny_llama
+
+SHARED = list(range(40, 75))
+PROMPTS = [
+    [3],
+    SHARED,
+    [*SHARED, 9, 8],
+    [*SHARED[:20], 7],
+    list(range(100, 60, -1)),
+    [11, 12] * 9,
+    SHARED,
+    [5, 4, 3, 2],
+]
+PARAMS = [
+    SamplingParams(max_tokens=20, seed=1, ignore_eos=True, n=3),
+    SamplingParams(max_tokens=25, seed=2, n=4, temperature=0.7),
+    SamplingParams(max_tokens=12, seed=3, top_k=5),
+    SamplingParams(max_tokens=30, seed=4, top_p=0.8, min_tokens=4),
+    SamplingParams(max_tokens=16, temperature=0),
+    SamplingParams(max_tokens=22, seed=5, min_p=0.1, n=2, stop_token_ids=[20, 21, 22, 23]),
+    SamplingParams(max_tokens=9, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=40, seed=7, temperature=1.3, n=2, ignore_eos=True),
+]
+ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
+
+
+def same(a: CompletionOutput, b: CompletionOutput) -> bool:
+    return (
+        a.token_ids == b.token_ids
+        and a.finish_reason == b.finish_reason
+        and a.stop_reason == b.stop_reason
+        and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
+    )
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "reference"])
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    dtype = torch.bfloat16 if request.param == "bfloat16" else torch.float32
+    folder = make_tiny_llama(
+        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
+    )
+    kernels = "reference" if request.param == "reference" else "auto"
+    return {"model": folder, "kernels": kernels}
+
+
+@pytest.fixture(scope="module")
+def expected(setting: dict[str, object]) -> list[list[CompletionOutput]]:
+    """Every prompt alone, in a large pool, without a cache, in one chunk."""
+    outputs = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        llm = LLM(**setting, kv_cache_memory="16MiB", enable_prefix_caching=False)  # type: ignore[arg-type]
+        outputs.append(llm.generate(prompt, params)[0].outputs)
+    return outputs
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    block_size=st.sampled_from([1, 3, 4, 8, 16, 32]),
+    budget=st.integers(1, 80),
+    max_num_seqs=st.integers(1, 20),
+    spare_tokens=st.integers(0, 200),
+    prefix_caching=st.booleans(),
+    preemption_mode=st.sampled_from(["recompute", "swap"]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    num_threads=st.sampled_from([1, 2]),
+    order=st.permutations(range(len(PROMPTS))),
+)
+def test_outputs_are_bit_identical_under_every_option(
+    setting: dict[str, object],
+    expected: list[list[CompletionOutput]],
+    block_size: int,
+    budget: int,
+    max_num_seqs: int,
+    spare_tokens: int,
+    prefix_caching: bool,
+    preemption_mode: str,
+    policy: str,
+    num_threads: int,
+    order: list[int],
+) -> None:
+    # cases SC-01, SE-02, SE-04
+    block_bytes = 2 * 2 * 2 * 32 * 4 * (-(-block_size // 16) * 16)  # layers, k and v, kv heads, padded head_dim, bytes
+    if str(setting["model"]) and _is_bfloat16(setting):
+        block_bytes //= 2
+    num_blocks = -(-(75 + spare_tokens) // block_size) + 1
+    threads = torch.get_num_threads()
+    try:
+        llm = LLM(
+            **setting,  # type: ignore[arg-type]
+            kv_cache_memory=num_blocks * block_bytes,
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=prefix_caching,
+            preemption_mode=preemption_mode,
+            swap_space=num_blocks * block_bytes if preemption_mode == "swap" else 0,
+            scheduling_policy=policy,
+            num_threads=num_threads,
+        )
+        outputs = llm.generate(
+            [PROMPTS[i] for i in order], [PARAMS[i] for i in order], priority=[i % 3 for i in range(len(order))]
+        )
+    finally:
+        torch.set_num_threads(threads)
+    for index, output in zip(order, outputs, strict=True):
+        assert all(same(a, b) for a, b in zip(output.outputs, expected[index], strict=True)), PROMPTS[index]
+    llm.engine.scheduler.check_integrity()
+    assert llm.get_metrics()["kv_cache_usage"] == 0
+
+
+def _is_bfloat16(setting: dict[str, object]) -> bool:
+    return '"bfloat16"' in (Path(str(setting["model"])) / "config.json").read_text()
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_forced_preemption_changes_nothing(
+    setting: dict[str, object],
+    expected: list[list[CompletionOutput]],
+    preemption_mode: str,
+    prefix_caching: bool,
+) -> None:
+    # case SC-01
+    element = 2 if _is_bfloat16(setting) else 4
+    block_bytes = 2 * 2 * 2 * 32 * element * 16
+    llm = LLM(
+        **setting,  # type: ignore[arg-type]
+        kv_cache_memory=22 * block_bytes,
+        block_size=4,
+        preemption_mode=preemption_mode,
+        swap_space=40 * block_bytes if preemption_mode == "swap" else 0,
+        enable_prefix_caching=prefix_caching,
+    )
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert llm.get_metrics()["num_preemptions_total"] >= 3
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert all(same(a, b) for a, b in zip(output.outputs, wanted, strict=True))
+
+
+def test_an_aborted_sample_resumes_as_if_it_had_never_stopped(
+    setting: dict[str, object], expected: list[list[CompletionOutput]]
+) -> None:
+    llm = LLM(**setting, kv_cache_memory="16MiB", block_size=8)  # type: ignore[arg-type]
+    for num_steps in (1, 4, 11):
+        ids = llm.enqueue(PROMPTS, PARAMS)
+        ended = [output for _ in range(num_steps) for output in llm.step()]
+        llm.abort(ids)
+        outputs = ended + llm.wait_for_completion()
+        assert sorted(output.request_id for output in outputs) == sorted(ids)
+        for output in outputs:
+            index = ids.index(output.request_id)
+            for part, whole in zip(output.outputs, expected[index], strict=True):
+                resumed = part if part.finish_reason != "abort" else _resume(llm, index, part)
+                assert same(resumed, whole)
+
+
+def _resume(llm: LLM, index: int, part: CompletionOutput) -> CompletionOutput:
+    """Continues an aborted sample with what is left of its budget; returns both parts as one."""
+    asked, done = PARAMS[index], len(part.token_ids)
+    assert asked.max_tokens is not None
+    rest = replace(
+        asked,
+        n=1,
+        seed=part.seed,
+        first_sample_index=part.sample_index,
+        max_tokens=asked.max_tokens - done,
+        min_tokens=max(0, asked.min_tokens - done),
+    )
+    more = llm.generate([*PROMPTS[index], *part.token_ids], rest)[0].outputs[0]
+    joined = {name: np.append(getattr(part, name), getattr(more, name)) for name in ARRAYS}
+    return replace(more, token_ids=part.token_ids + more.token_ids, **joined)

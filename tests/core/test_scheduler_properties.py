@@ -1,0 +1,255 @@
+"""What must hold whatever the sizes, modes and interruptions: tokens, blocks, order, and that everything ends."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rollout.core.scheduler import Scheduler, SchedulerConfig
+from rollout.request import FinishReason, Request
+from tests.support.core_requests import make_family
+from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob
+
+MAX_MODEL_LEN = 40
+VOCAB = 5
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    """Any scheduler whose pool can hold the longest request."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    least = -(-MAX_MODEL_LEN // block_size)
+    return SchedulerConfig(
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=draw(st.integers(1, 50)),
+        max_model_len=MAX_MODEL_LEN,
+        block_size=block_size,
+        num_blocks=draw(st.integers(least, 3 * least)),
+        num_host_blocks=draw(st.integers(0, 2 * least)),
+        enable_prefix_caching=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request asks for. Few roots and few tokens, so that prompts share prefixes and samples coincide."""
+
+    prompt: tuple[int, ...]
+    n: int
+    max_tokens: int
+    min_tokens: int
+    seed: int
+    priority: int
+    ends: tuple[int, ...]
+    cache_salt: str | None
+    scores_prompt: bool
+
+    def family(self, name: str, arrival: int) -> list[Request]:
+        return make_family(
+            name,
+            self.prompt,
+            max_tokens=self.max_tokens,
+            n=self.n,
+            arrival=arrival,
+            seed=self.seed,
+            min_tokens=min(self.min_tokens, max(self.max_tokens, 1)),
+            priority=self.priority,
+            eos_token_ids=frozenset(self.ends[:1]),
+            stop_token_ids=frozenset(self.ends[1:]),
+            cache_salt=self.cache_salt,
+            scores_prompt=self.scores_prompt or self.max_tokens == 0,
+        )
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> Wish:
+    root = draw(st.sampled_from([(0, 1, 2, 3) * 5, (4,) * 20]))
+    tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
+    prompt = (*root[: draw(st.integers(1, 20))], *tail)
+    return Wish(
+        prompt=prompt,
+        n=draw(st.integers(1, 5)),
+        max_tokens=draw(st.integers(0, MAX_MODEL_LEN - len(prompt))),
+        min_tokens=draw(st.integers(0, 4)),
+        seed=draw(st.integers(0, 1)),
+        priority=draw(st.integers(-1, 1)),
+        ends=tuple(draw(st.sampled_from([(), (0,), (0, 3)]))),
+        cache_salt=draw(st.sampled_from([None, None, "salt"])),
+        scores_prompt=draw(st.booleans()),
+    )
+
+
+def check_tokens(request: Request, complete: bool = True) -> None:
+    """The request has the tokens, and one value of each array for each, that it gets when it is alone."""
+    expected = expected_output(request, VOCAB, MAX_MODEL_LEN)
+    output = request.output_token_ids
+    assert output == (expected if complete else expected[: len(output)])
+    tokens, start = request.token_ids, request.num_prompt_tokens
+    logprobs = [fake_logprob(tuple(tokens[:end]), tokens[end]) for end in range(start, len(tokens))]
+    assert list(request.raw_logprobs) == logprobs
+    assert len(request.sampled_logprobs) == len(request.kept_mass) == len(request.entropy) == len(output)
+    if request.scores_prompt and (complete or output):
+        scores = [fake_logprob(tuple(tokens[:end]), tokens[end]) for end in range(1, start)]
+        assert np.asarray(request.prompt_logprobs).tolist() == scores
+
+
+def run_all(config: SchedulerConfig, wanted: list[Wish]) -> tuple[FakeRunner, list[Request]]:
+    runner = FakeRunner(Scheduler(config), vocab=VOCAB)
+    requests: list[Request] = []
+    for number, wish in enumerate(wanted):
+        family = wish.family(str(number), arrival=number)
+        runner.add(family[0])
+        requests += family
+    runner.run(max_steps=5000)
+    return runner, requests
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), st.lists(wishes(), min_size=1, max_size=6))
+def test_tokens_do_not_depend_on_the_scheduler(config: SchedulerConfig, wanted: list[Wish]):
+    # case SC-01
+    # The runner asserts in every step that every slot it reads holds what it should.
+    runner, requests = run_all(config, wanted)
+    for request in requests:
+        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        check_tokens(request)
+    stats = runner.scheduler.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (stats.num_slots_allocated, stats.num_slots_used, stats.num_running, stats.num_waiting) == (0, 0, 0, 0)
+    assert runner.scheduler.kv.host_pool.num_free == config.num_host_blocks
+
+
+def test_a_small_pool_preempts_often_and_changes_nothing():
+    # case SC-01
+    wish = Wish((0, 1, 2, 3, 0, 1), 4, 30, 0, 0, 0, (), None, False)
+    for caching, num_host_blocks in itertools.product([True, False], [0, 12]):
+        mode = "swap" if num_host_blocks else "recompute"
+        config = SchedulerConfig(8, 16, MAX_MODEL_LEN, 4, 12, num_host_blocks, caching, "fcfs", mode)
+        runner, requests = run_all(config, [wish, wish])
+        assert max(request.num_preemptions for request in requests) > 2
+        for request in requests:
+            check_tokens(request)
+        assert runner.scheduler.kv.pool.num_free == 12
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs(), st.lists(wishes(), min_size=2, max_size=6))
+def test_the_first_in_order_is_never_preempted_and_moves_in_every_step(config: SchedulerConfig, wanted: list[Wish]):
+    scheduler = Scheduler(config)
+    runner = FakeRunner(scheduler, vocab=VOCAB)
+    for number, wish in enumerate(wanted):
+        runner.add(wish.family(str(number), arrival=number)[0])
+    while scheduler.has_unfinished():
+        running = scheduler.running_requests()
+        first = running[0] if running else scheduler.waiting_requests()[0]
+        before = (first.num_computed_tokens, first.num_preemptions)
+        runner.step()
+        after = (first.num_computed_tokens, first.num_preemptions)
+        assert first.is_finished or (after[0] > before[0] and after[1] == before[1])
+
+
+class Interruptions(RuleBasedStateMachine):
+    """Requests come and go while the scheduler steps, forgets, resets and changes its policy."""
+
+    @initialize(config=configs())
+    def start(self, config: SchedulerConfig) -> None:
+        self.runner = FakeRunner(Scheduler(config), vocab=VOCAB, poisoned=lambda draw: draw.request_id in self.bad)
+        self.scheduler = self.runner.scheduler
+        self.requests: list[Request] = []
+        self.bad: set[str] = set()
+        self.num_families = 0
+
+    @rule(wish=wishes(), poison=st.integers(0, 9))
+    def add(self, wish: Wish, poison: int) -> None:
+        family = wish.family(str(self.num_families), arrival=self.num_families)
+        self.num_families += 1
+        if poison == 0:
+            self.bad.add(family[-1].request_id)
+        self.runner.add(family[0])
+        self.requests += family
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for request, token_ids in self.runner.step():
+                assert request.output_token_ids[len(request.output_token_ids) - len(token_ids) :] == token_ids
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), by_group=st.booleans(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, by_group: bool, in_flight: bool) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        name = request.group_id if by_group else request.request_id
+        plan = self.scheduler.schedule() if in_flight else None
+        result = self.runner.execute(plan) if plan is not None else None
+        aborted = self.scheduler.abort([name, name])
+        assert all(member.finish_reason is FinishReason.ABORT for member in aborted)
+        assert self.scheduler.abort([name]) == []
+        if plan is not None and result is not None:
+            updated = {member.request_id for member, _ in self.scheduler.update(plan, result)}
+            assert updated.isdisjoint(member.request_id for member in aborted)
+
+    @rule()
+    def forget_a_plan(self) -> None:
+        self.scheduler.schedule()
+        self.scheduler.preempt_all()
+
+    @rule()
+    def reset_the_prefix_cache(self) -> None:
+        pool = self.scheduler.kv.pool
+        assert self.scheduler.reset_prefix_cache() == (pool.num_free == pool.num_blocks)
+
+    @rule()
+    def update_the_policy(self) -> None:
+        self.scheduler.preempt_all()
+        self.scheduler.set_policy_version(self.scheduler.policy_version + 1)
+        assert len(self.scheduler.kv.pool.index) == 0
+
+    @invariant()
+    def nothing_is_read_that_was_not_written(self) -> None:
+        self.runner.audit()
+        stats = self.scheduler.stats()
+        assert 0 <= stats.num_slots_used <= stats.num_slots_allocated
+        for request in self.requests:
+            check_tokens(request, complete=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
+            if request.finish_reason is FinishReason.ERROR:
+                assert request.request_id in self.bad
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        self.runner.run(max_steps=5000)
+        self.nothing_is_read_that_was_not_written()
+        assert all(request.is_finished for request in self.requests)
+        stats = self.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert self.scheduler.kv.host_pool.num_free == self.scheduler.config.num_host_blocks
+
+
+TestInterruptions = Interruptions.TestCase
+TestInterruptions.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs(), st.lists(wishes(), min_size=2, max_size=6))
+def test_leaves_go_before_roots_whatever_happens(config: SchedulerConfig, wanted: list[Wish]):
+    """Every hittable block's parent is hittable after every step: a cached chain never has a hole."""
+    runner = FakeRunner(Scheduler(config), vocab=VOCAB)
+    for number, wish in enumerate(wanted):
+        runner.add(wish.family(str(number), arrival=number)[0])
+    size = config.block_size
+    while runner.scheduler.has_unfinished():
+        runner.step()
+        index = runner.scheduler.kv.pool.index
+        ends = [runner.device[block.block_id * size + size - 1] for _, block in index.items()]
+        chains = {(content.prefix, content.cache_salt) for content in ends}
+        for prefix, salt in chains:
+            assert len(prefix) == size or (prefix[:-size], salt) in chains

@@ -1,0 +1,144 @@
+"""Stop strings, EOS and stop ids, minimum and maximum lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollout import LLM, SamplingParams
+from rollout.engine.detokenize import StopStringChecker
+from tests.support.tiny import make_tiny_llama
+
+
+class WordTokenizer:
+    """Each id is a fixed piece of text: lets a test say where the edges of tokens fall."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(self.pieces[token_id] for token_id in token_ids)
+
+
+def run_checker(pieces: list[str], **params: object) -> tuple[str, int, str] | None:
+    """Feeds the pieces one by one. Returns (stop string, number of tokens read, final text)."""
+    asked = SamplingParams(max_tokens=None, **params)  # type: ignore[arg-type]
+    checker = StopStringChecker(WordTokenizer(pieces), asked)  # type: ignore[arg-type]
+    for token_id in range(len(pieces)):
+        match = checker.append([token_id])
+        if match is not None:
+            return match.stop, token_id + 1, checker.final_text()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["a ", "E", "ND", "z"], "END", ("END", 3, "a ")),
+        (["a ", "EN", "D", "z"], "END", ("END", 3, "a ")),
+        (["a ", "xENDy", "z"], "END", ("END", 2, "a x")),
+        (["a ", "xENDyEND", "z"], "END", ("END", 2, "a x")),
+        (["EN", "x", "D", "END"], "END", ("END", 4, "ENxD")),
+        (["ab", "cd", "ef"], ["de", "bc"], ("bc", 2, "a")),
+        (["a", "bcd", "e"], ["cd", "bc"], ("bc", 2, "a")),
+        (["a", "bcd", "e"], ["bcd", "bc"], ("bcd", 2, "a")),
+        (["a", "b"], "ab", ("ab", 2, "")),
+        (["a", "b"], "c", None),
+    ],
+)
+def test_text_ends_before_the_leftmost_stop_string(
+    pieces: list[str], stop: str | list[str], expected: tuple[str, int, str] | None
+) -> None:
+    # case ST-01
+    assert run_checker(pieces, stop=stop) == expected
+    included = run_checker(pieces, stop=stop, include_stop_str_in_output=True)
+    assert included == (None if expected is None else (*expected[:2], expected[2] + expected[0]))
+
+
+def test_stop_strings_are_not_searched_before_the_minimum_length() -> None:
+    # case ST-03
+    assert run_checker(["END", "a", "END", "b"], stop="END", min_tokens=3) == ("END", 3, "ENDa")
+    assert run_checker(["END", "a", "b", "EN", "D"], stop="END", min_tokens=4) == ("END", 5, "ENDab")
+
+
+def test_a_stop_string_ends_a_sample_and_the_prompt_never_matches(tmp_path: Path) -> None:
+    # case ST-01
+    folder = make_tiny_llama(tmp_path, tokenizer=True)
+    llm = LLM(folder, kv_cache_memory="8MiB")
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer("stop here").input_ids
+    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+    free = llm.generate(prompt, params)[0].outputs[0]
+    start = next(i for i in range(10, len(free.text) - 3) if free.text.find(free.text[i : i + 3]) == i)
+    stop = free.text[start : start + 3]  # three characters, so at least two tokens of this tokenizer
+    for include in (False, True):
+        asked = SamplingParams(
+            max_tokens=60, seed=3, ignore_eos=True, stop=["here", stop], include_stop_str_in_output=include
+        )
+        stopped = llm.generate(prompt, asked)[0].outputs[0]
+        assert stopped.text == free.text[: start + (3 if include else 0)]
+        assert stopped.finish_reason == "stop" and stopped.stop_reason == stop
+        assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+        decoded = tokenizer.decode(stopped.token_ids)
+        assert isinstance(decoded, str)
+        assert decoded.endswith(stop) and not tokenizer.decode(stopped.token_ids[:-1]).endswith(stop)  # type: ignore[union-attr]
+        assert len(stopped.raw_logprobs) == len(stopped.token_ids)
+        assert np.array_equal(stopped.raw_logprobs, free.raw_logprobs[: len(stopped.token_ids)])
+
+
+def test_a_stop_string_that_is_complete_at_the_last_allowed_token_wins_over_the_length(tmp_path: Path) -> None:
+    # case ST-01
+    llm = LLM(make_tiny_llama(tmp_path, tokenizer=True), kv_cache_memory="8MiB")
+    params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    free = llm.generate([40, 41], params)[0].outputs[0]
+    stop = free.text[-2:]
+    if free.text.find(stop) != len(free.text) - 2:
+        pytest.fail("the sample repeats its last two characters: choose another seed")
+    stopped = llm.generate([40, 41], SamplingParams(max_tokens=12, seed=3, ignore_eos=True, stop=stop))[0].outputs[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids
+    assert stopped.text == free.text[:-2]
+
+
+def test_min_tokens_bans_every_id_that_would_end_the_sample_and_nothing_else(tmp_path: Path) -> None:
+    # case ST-03
+    folder = make_tiny_llama(tmp_path, eos_token_id=[2, 90], near_uniform=True)
+    llm = LLM(folder, kv_cache_memory="16MiB", max_num_seqs=512)
+    prompt = [5] * 50
+    params = SamplingParams(n=400, seed=2, min_tokens=10, max_tokens=40, stop_token_ids=[33])
+    completions = llm.generate(prompt, params)[0].outputs
+    enders = {2, 90, 33}
+    assert all(not enders & set(c.token_ids[:10]) and len(c.token_ids) >= 10 for c in completions)
+    assert any(len(c.token_ids) == 11 and c.finish_reason == "stop" for c in completions)
+    assert {t for c in completions for t in c.token_ids[:10]} == set(range(131)) - enders
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert {(c.token_ids[-1], c.stop_reason) for c in stopped} == {(2, None), (90, None), (33, 33)}
+
+    ignoring = SamplingParams(n=400, seed=2, min_tokens=10, max_tokens=12, stop_token_ids=[33], ignore_eos=True)
+    tokens = {t for c in llm.generate(prompt, ignoring)[0].outputs for t in c.token_ids[:10]}
+    assert {2, 90} <= tokens and 33 not in tokens
+
+
+def test_banned_ids_are_left_out_of_the_sampled_distribution_only(tmp_path: Path) -> None:
+    # case ST-03
+    llm = LLM(make_tiny_llama(tmp_path, near_uniform=True), kv_cache_memory="8MiB")
+    free = SamplingParams(seed=1, max_tokens=1)
+    banned = SamplingParams(seed=1, max_tokens=1, min_tokens=1)
+    a, b = (llm.generate([9, 9], params)[0].outputs[0] for params in (free, banned))
+    assert a.token_ids == b.token_ids  # the same noise, and the ban did not hit the token
+    assert a.raw_logprobs[0] == b.raw_logprobs[0]
+    assert b.sampled_logprobs[0] > a.sampled_logprobs[0]
+
+
+def test_incremental_text_equals_the_decoded_whole_for_a_real_tokenizer(smollm2_path: Path) -> None:
+    from rollout.engine.detokenize import IncrementalText
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(smollm2_path)
+    text = "naive \u4f60\u597d \U0001f9d1\u200d\U0001f680 d\u0159evo\n\n  x=1"
+    ids = list(tokenizer(text).input_ids)
+    incremental = IncrementalText(tokenizer, skip_special_tokens=True)
+    pieces = [incremental.append([token_id]) for token_id in ids]
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)

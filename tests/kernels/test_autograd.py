@@ -1,0 +1,260 @@
+"""Gradients: gradcheck in float64, float32 and bfloat16 against float64, and forwards with the bits of inference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import rollout_kernels as rk
+from tests.support.kernels import BACKENDS, assert_close, assert_same_bits, num_threads, randn
+
+TABLE = torch.cat([f(torch.arange(64.0)[:, None] * 0.3 ** torch.arange(40)) for f in (torch.cos, torch.sin)], dim=-1)
+
+
+def leaf(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return randn(*shape, dtype=torch.float64, seed=seed, scale=scale).requires_grad_()
+
+
+def starts(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def test_linear_gradcheck() -> None:
+    assert gradcheck(rk.linear, (leaf(4, 7, seed=1), leaf(5, 7, seed=2), leaf(5, seed=3)))
+    assert gradcheck(rk.linear, (leaf(4, 7, seed=1), leaf(5, 7, seed=2)))
+
+
+def test_rms_norm_gradcheck() -> None:
+    x, weight, residual = leaf(3, 9, seed=1), leaf(9, seed=2), leaf(3, 9, seed=3)
+    assert gradcheck(lambda x, w, r: rk.rms_norm(x, w, 1e-3, r), (x, weight, residual))
+    assert gradcheck(lambda x, w: rk.rms_norm(x, w, 1e-3), (x, weight))
+    assert gradcheck(lambda x, w, r: rk.rms_norm(x, w, 1e-3, r)[0], (x, weight, residual))
+    assert gradcheck(lambda x, r: rk.rms_norm(x, weight.detach(), 1e-3, r)[1], (x, residual))
+
+
+def test_rotary_gradcheck() -> None:
+    positions = torch.tensor([0, 5, 63])
+    table = torch.cat((TABLE[:, :5], TABLE[:, 40:45]), dim=-1).double()
+    assert gradcheck(
+        lambda q, k: rk.rotary_embedding(q, k, positions, table), (leaf(3, 4, 10, seed=1), leaf(3, 2, 10, seed=2))
+    )
+
+
+def test_silu_and_mul_gradcheck() -> None:
+    assert gradcheck(rk.silu_and_mul, (leaf(4, 12, seed=1, scale=2.0),))
+
+
+def test_varlen_attention_gradcheck() -> None:
+    q, k, v = leaf(9, 4, 6, seed=1), leaf(9, 2, 6, seed=2), leaf(9, 2, 6, seed=3)
+    assert gradcheck(lambda q, k, v: rk.varlen_attention(q, k, v, starts(5, 1, 3), 0.4), (q, k, v))
+
+
+def test_token_logprobs_gradcheck() -> None:
+    ids = torch.tensor([0, 10, 3])
+    assert gradcheck(lambda x: rk.token_logprobs(x, ids, 0.5), (leaf(3, 11, seed=1),))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_linear_token_logprobs_gradcheck(chunk: int) -> None:
+    ids, temperature = torch.tensor([0, 10, 3, 3, 7]), torch.tensor([0.5, 1.0, 2.0, 1.0, 1.0])
+    hidden, weight = leaf(5, 4, seed=1), leaf(11, 4, seed=2)
+    assert gradcheck(lambda h, w: rk.linear_token_logprobs(h, w, ids, temperature, chunk)[0], (hidden, weight))
+
+
+def gradients(
+    run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], grad_seed: int = 77
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs, and gradients of the inputs for fixed random gradients of the outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    result = run(*leaves)
+    outputs = [out for out in (result if isinstance(result, tuple) else (result,)) if out.requires_grad]
+    grads = [randn(*out.shape, seed=grad_seed + i).bfloat16().to(out.dtype) for i, out in enumerate(outputs)]
+    torch.autograd.backward(outputs, grads)
+    collected = []
+    for x in leaves:
+        assert x.grad is not None
+        assert x.grad.dtype == x.dtype
+        collected.append(x.grad)
+    return [out.detach() for out in outputs], collected
+
+
+IDS = torch.randint(0, 131, (70,), generator=torch.Generator().manual_seed(0))
+QUERY_START = starts(40, 1, 29)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    table = TABLE.double() if q.dtype == torch.float64 else TABLE
+    return rk.rotary_embedding(q, k, torch.arange(70) % 64, table)
+
+
+# name -> (function, shapes of its inputs)
+OPERATIONS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
+    "linear": (rk.linear, [(70, 63), (131, 63), (131,)]),
+    "linear to float32": (lambda x, w: rk.linear(x, w, out_dtype=_wide(x)), [(70, 63), (131, 63)]),
+    "rms_norm": (lambda x, w, r: rk.rms_norm(x, w, 1e-5, r), [(70, 63), (63,), (70, 63)]),
+    "first rms_norm": (lambda x, w: rk.rms_norm(x, w, 1e-5), [(70, 80), (80,)]),
+    "rotary": (rotary, [(70, 7, 80), (70, 1, 80)]),
+    "silu_and_mul": (rk.silu_and_mul, [(70, 150)]),
+    "attention": (
+        lambda q, k, v: rk.varlen_attention(q, k, v, QUERY_START, 0.3),
+        [(70, 7, 80), (70, 1, 80), (70, 1, 80)],
+    ),
+    "grouped attention": (
+        lambda q, k, v: rk.varlen_attention(q, k, v, QUERY_START, 0.3),
+        [(70, 9, 16), (70, 3, 16), (70, 3, 16)],
+    ),
+    "linear_token_logprobs": (
+        lambda h, w: rk.linear_token_logprobs(h, w, IDS, 0.8, chunk=32)[0],
+        [(70, 63), (131, 63)],
+    ),
+}
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _inputs(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Inputs of unit scale; the residual stream of `rms_norm` is wide."""
+    shapes = OPERATIONS[name][1]
+    tensors = [randn(*shape, dtype=dtype, seed=i, scale=0.5) for i, shape in enumerate(shapes)]
+    if name == "rms_norm":
+        tensors[2] = tensors[2].to(_wide(tensors[2]))
+    return tensors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_equal_float64(backend: str, name: str, dtype: torch.dtype) -> None:
+    run = OPERATIONS[name][0]
+    inputs = _inputs(name, dtype)
+    _, expected = gradients(run, [x.double() for x in inputs])
+    with rk.use_backend(backend):
+        _, actual = gradients(run, inputs)
+    for result, exact in zip(actual, expected, strict=True):
+        assert_close(result, exact, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forward_has_the_bits_of_inference(backend: str, name: str, dtype: torch.dtype) -> None:
+    run, inputs = OPERATIONS[name][0], _inputs(name, dtype)
+    with rk.use_backend(backend):
+        outputs, _ = gradients(run, inputs)
+        with torch.no_grad():
+            plain = run(*(x.clone() for x in inputs))
+    for out, expected in zip(outputs, plain if isinstance(plain, tuple) else (plain,), strict=True):
+        assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "linear" not in name])
+def test_gradients_do_not_depend_on_the_number_of_threads(name: str) -> None:
+    """Of our own kernels, that is: the matrix products of a linear's backward pass are torch's."""
+    with num_threads(1):
+        expected = gradients(OPERATIONS[name][0], _inputs(name, torch.bfloat16))[1]
+    with num_threads(2):
+        for result, wanted in zip(
+            gradients(OPERATIONS[name][0], _inputs(name, torch.bfloat16))[1], expected, strict=True
+        ):
+            assert_same_bits(result, wanted)
+
+
+@pytest.mark.parametrize("lengths", [(300,), (64, 65, 47, 48, 49), (1, 2, 100)])
+def test_long_attention_gradients_equal_float64(lengths: tuple[int, ...]) -> None:
+    total = sum(lengths)
+    inputs = [randn(total, heads, 64, seed=heads + i) for i, heads in enumerate((6, 2, 2))]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return rk.varlen_attention(q, k, v, starts(*lengths), 0.125)
+
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+            queries, keys, values = (x.transpose(0, 1) for x in part)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys.repeat_interleave(3, 0), values.repeat_interleave(3, 0), is_causal=True, scale=0.125
+            )
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts)
+
+    expected_out, expected = gradients(exact, [x.double() for x in inputs])
+    out, actual = gradients(run, inputs)
+    assert_close(out[0], expected_out[0], 1e-5)
+    for result, wanted in zip(actual, expected, strict=True):
+        assert_close(result, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_takes_views_of_a_fused_projection(backend: str) -> None:
+    """q, k and v with rows apart give the same output, and gradients flow back into the fused tensor."""
+    sizes = [8 * 16, 2 * 16, 2 * 16]
+
+    def fused(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split(sizes, dim=1))
+        assert not q.is_contiguous()
+        return rk.varlen_attention(q, k, v, QUERY_START, 0.3)
+
+    def separate(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(1, (-1, 16)).contiguous() for part in qkv.split(sizes, dim=1))
+        return rk.varlen_attention(q, k, v, QUERY_START, 0.3)
+
+    with rk.use_backend(backend):
+        for ours, expected in zip(
+            *(gradients(run, [randn(70, sum(sizes), seed=1)]) for run in (fused, separate)), strict=True
+        ):
+            assert_same_bits(ours[0], expected[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logprobs_of_the_trainer_are_those_of_the_sampler(backend: str) -> None:
+    """case TR-06, at the level of kernels"""
+    hidden, weight = randn(20, 64, dtype=torch.bfloat16, seed=1), randn(131, 64, dtype=torch.bfloat16, seed=2)
+    for temperature in (1.0, 0.7):
+        with rk.use_backend(backend):
+            logits = rk.linear(hidden, weight, out_dtype=torch.float32)
+            ones, zeros = torch.ones(20), torch.zeros(20, dtype=torch.int64)
+            drawn = rk.sample(
+                logits,
+                ones * temperature,
+                zeros.int(),
+                ones,
+                ones * 0,
+                zeros,
+                zeros,
+                torch.arange(20, dtype=torch.int64),
+            )
+            for chunk in (1, 7, 512):
+                logprobs, entropy = rk.linear_token_logprobs(
+                    hidden.clone().requires_grad_(), weight, drawn.token_ids, temperature, chunk
+                )
+                assert_same_bits(logprobs.detach(), drawn.sampled_logprobs)
+                assert_same_bits(entropy, drawn.entropy)
+                assert logprobs.requires_grad
+                assert not entropy.requires_grad
+
+
+def test_only_what_is_asked_for_gets_a_gradient() -> None:
+    hidden, weight = randn(6, 8, seed=1), randn(11, 8, seed=2)
+    ids = torch.arange(6)
+    rk.linear_token_logprobs(hidden, weight.requires_grad_(), ids)[0].sum().backward()
+    assert hidden.grad is None
+    assert weight.grad is not None
+    with torch.no_grad():
+        assert not rk.linear(hidden, weight).requires_grad
+    assert rk.linear_token_logprobs(hidden[:0], weight, ids[:0])[0].shape == (0,)
+    with pytest.raises(ValueError, match="chunk=0 is not valid"):
+        rk.linear_token_logprobs(hidden, weight, ids, chunk=0)
+
+
+def test_the_whole_vocabulary_is_never_held_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_kernels.dispatch import backend_for
+
+    hidden, weight = randn(50, 8, seed=1).requires_grad_(), randn(300, 8, seed=2)
+    backend, rows = backend_for(hidden), []
+    original = backend.linear
+    monkeypatch.setattr(backend, "linear", lambda x, *rest: rows.append(x.shape[0]) or original(x, *rest))
+    rk.linear_token_logprobs(hidden, weight, torch.arange(50), chunk=16)[0].sum().backward()
+    assert rows == [16, 16, 16, 2] * 2

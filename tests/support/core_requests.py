@@ -1,0 +1,78 @@
+"""Requests and schedulers for tests of `rollout.core`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.core.schedule import SchedulePlan, StepResult
+from rollout.core.scheduler import Scheduler, SchedulerConfig
+from rollout.request import Request
+from rollout.sampling_params import SamplingParams
+
+
+def make_family(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int = 4,
+    n: int = 1,
+    arrival: int = 0,
+    seed: int = 0,
+    min_tokens: int = 0,
+    **fields: Any,
+) -> list[Request]:
+    """The `n` requests `name/0`, `name/1`, … of group `name`; the first leads the others."""
+    params = SamplingParams(n=n, max_tokens=max(max_tokens, 1), min_tokens=min_tokens)
+    family = [
+        Request(
+            request_id=f"{name}/{index}",
+            group_id=name,
+            prompt_token_ids=list(prompt),
+            params=params,
+            seed=seed,
+            sample_index=index,
+            max_tokens=max_tokens,
+            arrival=arrival,
+            **fields,
+        )
+        for index in range(n)
+    ]
+    family[0].siblings = family[1:]
+    return family
+
+
+def make_request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
+    return make_family(name, prompt, max_tokens, **fields)[0]
+
+
+def make_scheduler(**changes: Any) -> Scheduler:
+    """A small scheduler with much room: blocks of 4 tokens, 32 of them, unless changed."""
+    settings: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 32,
+    }
+    return Scheduler(SchedulerConfig(**{**settings, **changes}))
+
+
+def shape(plan: SchedulePlan) -> list[tuple[str, int, int]]:
+    """(request, first position, number of tokens) of each sequence."""
+    return [(sequence.request_id, sequence.start, len(sequence.token_ids)) for sequence in plan.sequences]
+
+
+def drawers(plan: SchedulePlan) -> list[str]:
+    return [draw.request_id for draw in plan.draws]
+
+
+def is_idle(scheduler: Scheduler) -> bool:
+    pools = (scheduler.kv.pool, scheduler.kv.host_pool)
+    return not scheduler.has_unfinished() and all(pool.num_free == pool.num_blocks for pool in pools)
+
+
+def empty_result() -> StepResult:
+    nothing = np.zeros(0, dtype=np.float32)
+    return StepResult(np.zeros(0, dtype=np.int64), nothing, nothing, nothing, nothing)

@@ -1,0 +1,233 @@
+"""A runner without a model: KV slots remember which tokens they were computed from, and tokens are a hash of that.
+
+It is the oracle of the scheduler's tests. A slot's content is the whole prefix up to its token, so that every read
+through a block table shows whether the table is right, whatever prefix hits, forks, copies and swaps led there. The
+next token is drawn from what the slots hold, never from the request: wrong KV gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from rollout.core.prefix_cache import chained_hash, root_hash
+from rollout.core.schedule import Draw, SchedulePlan, StepResult
+from rollout.core.scheduler import Scheduler
+from rollout.request import Request
+
+Prefix = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContent:
+    """What a written slot holds: KV of the last token of `prefix`, under a policy, for a cache salt."""
+
+    prefix: Prefix
+    policy_version: int
+    cache_salt: str | None
+
+
+def _number(*parts: object) -> int:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def next_token(prefix: Prefix, seed: int, sample_index: int, vocab: int, banned: Sequence[int] = ()) -> int:
+    """The fake model: a pure function of the prefix and of who draws."""
+    allowed = [token_id for token_id in range(vocab) if token_id not in banned]
+    return allowed[_number("token", prefix, seed, sample_index) % len(allowed)]
+
+
+def fake_logprob(prefix: Prefix, token_id: int) -> float:
+    """A float32 value that belongs to one token after one prefix."""
+    return float(np.float32(-(_number("logprob", prefix, token_id) % 9973) / 1000))
+
+
+def expected_output(request: Request, vocab: int, max_model_len: int) -> list[int]:
+    """The slow obvious truth: the request alone, one token at a time, without KV."""
+    tokens = list(request.prompt_token_ids)
+    output: list[int] = []
+    ends = request.eos_token_ids | request.stop_token_ids
+    while len(output) < request.max_tokens and len(tokens) < max_model_len:
+        banned = ends if len(output) < request.params.min_tokens else ()
+        token_id = next_token(tuple(tokens), request.seed, request.sample_index, vocab, sorted(banned))
+        tokens.append(token_id)
+        output.append(token_id)
+        if token_id in ends:
+            break
+    return output
+
+
+@dataclass(slots=True)
+class FakeRunner:
+    """Executes plans against a simulated KV store; asserts everything that a real runner silently relies on."""
+
+    scheduler: Scheduler
+    vocab: int = 7
+    poisoned: Callable[[Draw], bool] = lambda draw: False  # draws whose logits are not numbers
+    device: dict[int, SlotContent] = field(default_factory=dict)  # slot -> content
+    host: dict[int, SlotContent] = field(default_factory=dict)
+    salts: dict[str, str | None] = field(default_factory=dict)  # request id -> cache salt
+    num_forward_tokens: int = 0
+    num_copies: int = 0
+    num_swapped_blocks: int = 0
+
+    def add(self, request: Request) -> None:
+        """Adds to the scheduler, and remembers what the runner has to know."""
+        family = [request, *request.siblings]
+        self.scheduler.add(request)
+        for member in family:
+            self.salts[member.request_id] = member.cache_salt
+
+    def step_plan(self) -> SchedulePlan:
+        """One step, as `step`; returns its plan."""
+        plan = self.scheduler.schedule()
+        self.scheduler.update(plan, self.execute(plan))
+        self.audit()
+        return plan
+
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """One schedule, execute, update; audits the plan, the state between, and the state after."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        result = self.execute(plan)
+        outputs = self.scheduler.update(plan, result)
+        self.audit()
+        return outputs
+
+    def run(self, max_steps: int = 10_000) -> list[tuple[Request, list[int]]]:
+        """Steps until nothing is unfinished; all outputs in order. Fails where `max_steps` do not suffice."""
+        outputs: list[tuple[Request, list[int]]] = []
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished():
+                return outputs
+            outputs += self.step()
+        raise AssertionError(f"requests are not done after {max_steps} steps")
+
+    def execute(self, plan: SchedulePlan) -> StepResult:
+        self._check_plan(plan)
+        size = self.scheduler.config.block_size
+        for device_block, host_block in plan.swap_out:
+            _copy_block(self.device, device_block, self.host, host_block, size)
+        for host_block, device_block in plan.swap_in:
+            _copy_block(self.host, host_block, self.device, device_block, size)
+        # A real runner may copy all pairs at once: no destination is another pair's source.
+        sources = {source for source, _ in plan.block_copies}
+        destinations = [destination for _, destination in plan.block_copies]
+        assert len(set(destinations)) == len(destinations)
+        assert not sources & set(destinations)
+        arriving = {device_block for _, device_block in plan.swap_in}
+        assert not arriving & (sources | set(destinations)), "a block is swapped in and copied"
+        for source, destination in plan.block_copies:
+            _copy_block(self.device, source, self.device, destination, size)
+        self.num_copies += len(plan.block_copies)
+        self.num_swapped_blocks += len(plan.swap_in) + len(plan.swap_out)
+        prefixes = self._forward(plan)
+        return self._draw(plan, prefixes)
+
+    def _check_plan(self, plan: SchedulePlan) -> None:
+        config = self.scheduler.config
+        counts = [len(sequence.token_ids) for sequence in plan.sequences]
+        assert plan.num_scheduled_tokens == sum(counts) <= config.max_num_batched_tokens
+        assert all(count > 0 for count in counts)
+        assert self.scheduler.num_running <= config.max_num_seqs
+        ids = [sequence.request_id for sequence in plan.sequences]
+        assert len(set(ids)) == len(ids), "a request is scheduled twice"
+        assert [draw.sequence_index for draw in plan.draws] == sorted(draw.sequence_index for draw in plan.draws)
+
+    def _forward(self, plan: SchedulePlan) -> list[Prefix]:
+        """Writes the KV of all sequences, then reads every sequence's whole prefix; returns the prefixes."""
+        size = self.scheduler.config.block_size
+        version = self.scheduler.policy_version
+        written: set[int] = set()
+        contexts: list[tuple[Prefix, list[int]]] = []
+        for sequence in plan.sequences:
+            end = sequence.start + len(sequence.token_ids)
+            assert len(sequence.block_ids) * size >= end, "the block table is too short"
+            slots = [sequence.block_ids[p // size] * size + p % size for p in range(end)]
+            prefix = self.device[slots[sequence.start - 1]].prefix if sequence.start else ()
+            assert len(prefix) == sequence.start, "the slot before the first token holds another position"
+            for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
+                prefix = (*prefix, token_id)
+                assert slots[position] not in written, "a slot is written twice in one step"
+                written.add(slots[position])
+                self.device[slots[position]] = SlotContent(prefix, version, self.salts[sequence.request_id])
+            contexts.append((prefix, slots))
+            self.num_forward_tokens += len(sequence.token_ids)
+        for sequence, (prefix, slots) in zip(plan.sequences, contexts, strict=True):
+            salt = self.salts[sequence.request_id]
+            for position, slot in enumerate(slots):
+                expected = SlotContent(prefix[: position + 1], version, salt)
+                assert self.device[slot] == expected, f"{sequence.request_id} reads wrong KV at position {position}"
+        return [prefix for prefix, _ in contexts]
+
+    def _draw(self, plan: SchedulePlan, prefixes: list[Prefix]) -> StepResult:
+        rows: list[tuple[int, float]] = []
+        for draw in plan.draws:
+            prefix = prefixes[draw.sequence_index]
+            assert draw.position == len(prefix), "a draw names another position than its row's"
+            if self.poisoned(draw):
+                rows.append((-1, float("nan")))
+                continue
+            token_id = next_token(prefix, draw.seed, draw.sample_index, self.vocab, draw.banned_token_ids)
+            rows.append((token_id, fake_logprob(prefix, token_id)))
+        scores: dict[str, np.ndarray] = {}
+        for sequence, prefix in zip(plan.sequences, prefixes, strict=True):
+            if sequence.target_token_ids:
+                values = [
+                    fake_logprob(prefix[: sequence.start + offset + 1], target)
+                    for offset, target in enumerate(sequence.target_token_ids)
+                ]
+                scores[sequence.request_id] = np.array(values, dtype=np.float32)
+        logprobs = np.array([logprob for _, logprob in rows], dtype=np.float32)
+        return StepResult(
+            token_ids=np.array([token_id for token_id, _ in rows], dtype=np.int64),
+            raw_logprobs=logprobs,
+            sampled_logprobs=logprobs * np.float32(2),
+            kept_mass=logprobs * np.float32(3),
+            entropy=logprobs * np.float32(4),
+            prompt_logprobs=scores,
+        )
+
+    def audit(self) -> None:
+        """Nothing that anybody may still read was overwritten: tables of running requests, and hittable blocks."""
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        size = scheduler.config.block_size
+        for request in scheduler.running_requests():
+            table = scheduler.kv.block_ids(request)
+            tokens = tuple(request.token_ids)
+            for position in range(request.num_computed_tokens):
+                content = self.device[table[position // size] * size + position % size]
+                expected = SlotContent(tokens[: position + 1], scheduler.policy_version, request.cache_salt)
+                assert content == expected, f"{request.request_id}: wrong KV at position {position}"
+        for block_hash, block in scheduler.kv.pool.index.items():
+            contents = [self.device[block.block_id * size + offset] for offset in range(size)]
+            last = contents[-1]
+            first = len(last.prefix) - size
+            assert [content.prefix for content in contents] == [
+                last.prefix[: first + offset + 1] for offset in range(size)
+            ]
+            assert block_hash == slow_hash(last.prefix, size, last.policy_version, last.cache_salt)
+            assert last.policy_version == scheduler.policy_version, "a block of another policy can be hit"
+
+
+def slow_hash(prefix: Prefix, block_size: int, policy_version: int, cache_salt: str | None) -> bytes:
+    """The hash of the full block that ends `prefix`, from the root."""
+    value = root_hash(policy_version, None, cache_salt)
+    for start in range(0, len(prefix), block_size):
+        value = chained_hash(value, prefix[start : start + block_size])
+    return value
+
+
+def _copy_block(
+    source: dict[int, SlotContent], source_block: int, target: dict[int, SlotContent], target_block: int, size: int
+) -> None:
+    """Copies a whole block, slots that hold nothing included."""
+    contents = [source.get(source_block * size + offset) for offset in range(size)]
+    for offset, content in enumerate(contents):
+        target.pop(target_block * size + offset, None)
+        if content is not None:
+            target[target_block * size + offset] = content

@@ -1,0 +1,231 @@
+"""GRPO end to end with the real engine on a tiny random model: it learns, resumes exactly, and is on-policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rollout_trainers.config import RunConfig
+from rollout_trainers.recipe import config_from_values
+from rollout_trainers.run import RunResult, run, train_from_recipe
+from rollout_trainers.tracking import read_json_lines
+from rollout_trainers.types import Example
+from tests.support.tiny import make_tiny_llama
+
+TRAIN = [Example(text, {"answer": text}) for text in ("abc", "hello", "what", "two and two", "q", "the end")]
+HELD_OUT = [Example(text, {"answer": text}) for text in ("xyz", "another", "more", "words")]
+
+
+def share_of_low_ids(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """What the tiny model is to learn: token ids below 60."""
+    return [sum(token < 60 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def indifferent(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"), tokenizer=True, dtype=torch.bfloat16)
+
+
+def configuration(model: Path, output: Path, *overrides: str) -> RunConfig:
+    values = {
+        "model": str(model),
+        "name": "tiny",
+        "output_dir": str(output),
+        "steps": 4,
+        "engine": {"max_model_len": 64, "kv_cache_memory": "2 MiB"},
+        "sampling": {"max_tokens": 12},
+        "algorithm": {"group_size": 4, "prompts_per_step": 3, "micro_batch_tokens": 100},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
+        "evaluation": {"temperature": 1.0, "success_threshold": 0.6},
+        "tracking": {"wandb": "disabled"},
+    }
+    return config_from_values(values, overrides)
+
+
+def train(model: Path, output: Path, *overrides: str, reward: Any = share_of_low_ids) -> RunResult:
+    config = configuration(model, output, *overrides)
+    return run(config, reward_functions=[reward], train=TRAIN, evaluation=HELD_OUT)
+
+
+def step_metrics(output: Path) -> list[dict[str, Any]]:
+    return [row for row in read_json_lines(output / "metrics.jsonl") if "reward" in row]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def test_training_raises_the_reward_and_every_step_starts_on_policy(model: Path, tmp_path: Path):
+    train(model, tmp_path, "steps=25", "algorithm.prompts_per_step=6")
+    rows = step_metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 26))
+    assert all(row["sampling/logp_difference/max"] == 0.0 for row in rows)
+    assert all(row["clip_ratio/region_mean"] == 0.0 for row in rows)
+    assert [row["policy_version"] for row in rows] == list(range(1, 26))
+    first, last = [sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:])]
+    assert last > first + 0.2, (first, last)
+    for name in ("gen", "reward", "sleep", "train", "sync", "wake", "step"):
+        assert rows[0][f"timing_s/{name}"] >= 0
+    for name in ("entropy", "grad_norm", "loss", "completions/mean_length", "engine/prefix_cache_hit_rate"):
+        assert name in rows[0]
+    assert rows[-1]["rewards/share_of_low_ids/mean"] == rows[-1]["reward"]
+
+
+def test_a_resumed_run_has_the_rewards_and_weights_of_an_unbroken_one(model: Path, tmp_path: Path):
+    options = ("algorithm.minibatches=2", "checkpoint.every=2", "evaluation.every=2")
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    train(model, unbroken, *options)
+    whole_schedule = "steps=4"
+    interrupted = InterruptedReward(after_calls=2 + 2 + 1)  # evaluations at 0 and 2, steps 1, 2 and 3
+    with pytest.raises(KeyboardInterrupt):
+        train(model, broken, *options, whole_schedule, reward=interrupted)
+    resumed = train(model, broken, *options, whole_schedule, "resume=true")
+    kept = ("step", "reward", "loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "completions/mean_length")
+    assert [[row[name] for name in kept] for row in step_metrics(broken)] == [
+        [row[name] for name in kept] for row in step_metrics(unbroken)
+    ]
+    ours, theirs = weights(broken), weights(unbroken)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert resumed.base is not None  # from before the break
+
+
+class InterruptedReward:
+    """`share_of_low_ids` until it has been called so often; then the run is interrupted in the middle of a step."""
+
+    __name__ = "share_of_low_ids"
+
+    def __init__(self, after_calls: int) -> None:
+        self.calls_left = after_calls
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        if self.calls_left == 0:
+            raise KeyboardInterrupt
+        self.calls_left -= 1
+        return share_of_low_ids(prompts, completions, **columns)
+
+
+def test_sleep_and_the_micro_batch_budget_do_not_change_what_is_sampled_first(model: Path, tmp_path: Path):
+    train(model, tmp_path / "asleep", "steps=2")
+    train(model, tmp_path / "awake", "steps=2", "engine.sleep=false")
+    asleep, awake = step_metrics(tmp_path / "asleep"), step_metrics(tmp_path / "awake")
+    assert [row["reward"] for row in asleep] == [row["reward"] for row in awake]
+    ours, theirs = weights(tmp_path / "asleep"), weights(tmp_path / "awake")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_trained_model_loads_in_transformers_and_is_not_the_old_one(model: Path, tmp_path: Path):
+    train(model, tmp_path, "steps=2")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    saved, original = weights(tmp_path), load_file(model / "model.safetensors")
+    assert all(torch.equal(trained[name], tensor) for name, tensor in saved.items())
+    assert any(not torch.equal(saved[name], original[name]) for name in saved)
+
+
+def test_rewards_that_do_not_differ_move_nothing(model: Path, tmp_path: Path):
+    train(model, tmp_path, "steps=2", reward=indifferent)
+    saved, original = weights(tmp_path), load_file(model / "model.safetensors")
+    assert all(torch.equal(saved[name], original[name]) for name in saved)
+    assert [row["frac_reward_zero_std"] for row in step_metrics(tmp_path)] == [1.0, 1.0]
+    assert [row["grad_norm"] for row in step_metrics(tmp_path)] == [0.0, 0.0]
+
+
+def test_the_kl_to_the_reference_is_zero_at_first_and_not_later(model: Path, tmp_path: Path):
+    train(model, tmp_path, "steps=3", "algorithm.kl_coefficient=0.1")
+    kl = [row["kl"] for row in step_metrics(tmp_path)]
+    assert kl[0] == 0.0
+    assert kl[2] > 0.0
+    assert all(row["sampling/logp_difference/max"] == 0.0 for row in step_metrics(tmp_path))
+
+
+def test_several_updates_a_step_leave_the_policy_and_are_clipped(model: Path, tmp_path: Path):
+    options = ("algorithm.minibatches=2", "algorithm.epochs=3", "algorithm.clip_low=0.01", "algorithm.clip_high=0.01")
+    train(model, tmp_path, "steps=2", *options)
+    rows = step_metrics(tmp_path)
+    assert all(row["clip_ratio/region_mean"] > 0.0 for row in rows)
+    assert all(row["sampling/logp_difference/max"] == 0.0 for row in rows)
+
+
+def test_recomputed_logprobs_of_a_shared_policy_have_importance_weights_of_exactly_one(model: Path, tmp_path: Path):
+    train(model, tmp_path / "recomputed", "steps=2", "algorithm.recompute_logprobs=true")
+    train(model, tmp_path / "plain", "steps=2")
+    for row in step_metrics(tmp_path / "recomputed"):
+        assert row["sampling/importance_sampling_ratio/min"] == 1.0
+        assert row["sampling/importance_sampling_ratio/max"] == 1.0
+    ours, theirs = weights(tmp_path / "recomputed"), weights(tmp_path / "plain")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_yaml_recipe_runs_from_the_file_to_the_report(model: Path, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+model: {model}
+name: sums
+output_dir: {tmp_path / "run"}
+steps: 2
+task:
+  name: reasoning_gym
+  parameters: {{dataset: chain_sum, reward: final_number, min_terms: 2, max_terms: 2}}
+  train_size: 8
+  eval_size: 4
+sampling: {{max_tokens: 6}}
+algorithm: {{group_size: 2, prompts_per_step: 2}}
+engine: {{kv_cache_memory: 4 MiB}}
+tracking: {{wandb: offline}}
+""",
+        encoding="utf-8",
+    )
+    assert train_from_recipe(str(recipe), ["optimizer.learning_rate=1e-3"]) == 0
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Untrained, held out" in page
+    assert "final_number" in page
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert (tmp_path / "run" / "reward.png").is_file()
+    with pytest.raises(ValueError, match=r"unknown name 'stepz'; did you mean 'steps'"):
+        train_from_recipe(str(recipe), ["stepz=1"])
+
+
+def test_a_python_recipe_gets_the_overrides(model: Path, tmp_path: Path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        f"""
+import sys
+from rollout_trainers import Example
+from rollout_trainers.recipe import config_from_values
+from rollout_trainers.run import run
+
+VALUES = {{
+    "model": {str(model)!r},
+    "output_dir": {str(tmp_path / "run")!r},
+    "engine": {{"max_model_len": 64, "kv_cache_memory": "2 MiB"}},
+    "sampling": {{"max_tokens": 4}},
+    "algorithm": {{"group_size": 2, "prompts_per_step": 1}},
+    "tracking": {{"wandb": "disabled"}},
+}}
+
+def length_reward(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+run(config_from_values(VALUES, sys.argv[1:]), reward_functions=[length_reward], train=[Example("abc")])
+""",
+        encoding="utf-8",
+    )
+    assert train_from_recipe(str(recipe), ["steps=1"]) == 0
+    assert len(step_metrics(tmp_path / "run")) == 1
+    with pytest.raises(ValueError, match="there is no such recipe"):
+        train_from_recipe(str(tmp_path / "missing.py"))
+
+
+def test_a_run_needs_rewards_for_its_examples(model: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="reward_functions is empty"):
+        run(configuration(model, tmp_path), train=TRAIN)

@@ -1,0 +1,103 @@
+"""The report: its data, self-contained, and safe against what samples say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from rollout_trainers.charts import axis_ticks, line_chart, running_mean
+from rollout_trainers.config import TrackingSection
+from rollout_trainers.report import write_report
+from rollout_trainers.tracking import Tracker
+from rollout_trainers.types import SampleRow
+
+HOSTILE = "</script><script>alert(1)</script> & <b>"
+SUMMARY = {
+    "name": "sums",
+    "task": "reasoning_gym/chain_sum",
+    "config": {"steps": 3, "note": HOSTILE},
+    "base": {"accuracy": 0.25, "low": 0.18, "high": 0.34, "num": 128},
+    "trained": {"accuracy": 0.875, "low": 0.8, "high": 0.92, "num": 128},
+    "p_value": 1e-9,
+}
+
+
+def write_run(folder: Path) -> None:
+    tracker = Tracker(TrackingSection(wandb="disabled"), folder, "sums", {})
+    tracker.log(0, {"eval/accuracy": 0.25, "eval/accuracy_low": 0.18, "eval/accuracy_high": 0.34})
+    for step in (1, 2, 3):
+        tracker.log(
+            step,
+            {
+                "reward": 0.2 * step,
+                "timing_s/gen": 1.0,
+                "timing_s/step": 2.0 + step,
+                "sampling/logp_difference/max": 0.0,
+                "completions/mean_length": 10.0 - step,
+            },
+        )
+        tracker.log_samples(step, [SampleRow(step, "user: 1 + 1", HOSTILE, 1.0, 0.5, 3, "stop", {"answer": "2"})])
+    tracker.log(3, {"eval/accuracy": 0.875, "eval/accuracy_low": 0.8, "eval/accuracy_high": 0.92})
+    tracker.finish({})
+
+
+def test_the_page_holds_figures_curves_and_samples_and_needs_nothing_else(tmp_path: Path):
+    write_run(tmp_path)
+    page = write_report(tmp_path, SUMMARY).read_text(encoding="utf-8")
+    for figure in ("25.0%", "87.5%", "80.0% to 92.0%, n = 128", "p = 1e-09", "4.0 s each (median)"):
+        assert figure in page
+    assert not re.search(r"""(?:src|href)\s*=|@import|https?://""", page)
+    charts = re.findall(r"<svg.*?</svg>", page)
+    titles = [ElementTree.fromstring(chart).get("aria-label") for chart in charts]
+    assert "Reward" in titles
+    assert "Seconds a step, by phase" in titles
+    assert "Gradient norm" not in titles  # nothing was logged for it
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+    assert data is not None
+    samples = json.loads(data[1])
+    assert [sample["step"] for sample in samples] == [1, 2, 3]
+    assert samples[0]["completion"] == HOSTILE
+    assert HOSTILE not in page
+
+
+def test_the_picture_is_a_png(tmp_path: Path):
+    write_run(tmp_path)
+    write_report(tmp_path, SUMMARY)
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_run_without_evaluation_or_steps_has_a_report(tmp_path: Path):
+    Tracker(TrackingSection(wandb="disabled"), tmp_path, "sums", {}).finish({})
+    page = write_report(tmp_path, {"name": "sums", "task": "none", "config": {}}).read_text(encoding="utf-8")
+    assert "Untrained" not in page
+
+
+def test_the_browser_shows_the_data_by_text_and_not_as_markup(tmp_path: Path):
+    write_run(tmp_path)
+    page = write_report(tmp_path, SUMMARY).read_text(encoding="utf-8")
+    assert "textContent" in page
+    assert "innerHTML" not in page
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.31, 0.32), (-5.0, 120.0), (3.0, 3.0), (0.0, 1e-6), (1, 60)])
+def test_ticks_cover_the_range_in_few_even_steps(low: float, high: float):
+    ticks = axis_ticks(low, high)
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert 2 <= len(ticks) <= 8
+    steps = [second - first for first, second in itertools.pairwise(ticks)]
+    assert max(steps) == pytest.approx(min(steps))
+
+
+def test_charts_of_one_point_and_of_none():
+    assert line_chart("nothing", {}) == ""
+    ElementTree.fromstring(line_chart("one <&> point", {"a": [(1, 2.0)]}))
+
+
+def test_running_mean_uses_what_is_there_at_the_start():
+    assert running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.0, 1.5, 2.5, 4.5]

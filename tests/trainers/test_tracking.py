@@ -1,0 +1,115 @@
+"""Metrics in JSON lines, in an offline W&B run that is read back from disk, and on the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout_trainers.config import TrackingSection
+from rollout_trainers.tracking import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    ProgressLine,
+    Timers,
+    Tracker,
+    read_json_lines,
+    wandb_mode,
+)
+from rollout_trainers.types import SampleRow
+from tests.support.wandb_files import read_history
+
+ROWS = [
+    SampleRow(1, "user: 2 + 2 =", "4", 1.0, 0.5, 2, "stop", {"answer": "4"}),
+    SampleRow(1, "user: 2 + 2 =", "five", 0.0, -0.5, 64, "length", {"answer": "4"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "expected"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "x"}, "online"),
+        ("auto", {"WANDB_API_KEY": "x", "WANDB_MODE": "disabled"}, "disabled"),
+        ("offline", {"WANDB_API_KEY": "x"}, "offline"),
+        ("disabled", {}, "disabled"),
+    ],
+)
+def test_wandb_is_offline_where_no_key_is_set(setting: str, environment: dict[str, str], expected: str):
+    assert wandb_mode(TrackingSection(wandb=setting), environment) == expected  # type: ignore[arg-type]
+
+
+def test_an_offline_run_holds_the_metrics_and_an_incremental_table_of_samples(tmp_path: Path):
+    tracker = Tracker(TrackingSection(), tmp_path, "sums", {"steps": 2}, environment={})
+    tracker.log(1, {"reward": 0.25, "completions/mean_length": 7.0, "timing_s/gen": 1.5, "engine/kv_usage": 0.1})
+    tracker.log_samples(1, ROWS)
+    tracker.log(2, {"reward": 0.5})
+    tracker.log_samples(2, [SampleRow(2, "user: 3 + 3 =", "6", 1.0, 0.0, 2, "stop", {"answer": "6"})])
+    tracker.finish({"trained": 0.5})
+
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (record_file,) = run.glob("run-*.wandb")
+    history = read_history(record_file)
+    metrics = [row for row in history if "train/reward" in row]
+    assert [row["train/reward"] for row in metrics] == [0.25, 0.5]
+    assert [row["train/global_step"] for row in metrics] == [1, 2]
+    assert metrics[0]["train/completions/mean_length"] == 7.0
+    assert (metrics[0]["timing_s/gen"], metrics[0]["engine/kv_usage"]) == (1.5, 0.1)
+
+    tables = [row for row in history if "completions" in row or "completions/path" in row]
+    assert len(tables) == 2
+    files = sorted((run / "files" / "media" / "table").rglob("*.table.json"))
+    rows = [row for file in files for row in json.loads(file.read_text())["data"]]
+    assert sorted(row[2] for row in rows) == ["4", "6", "five"]
+
+
+def test_json_lines_hold_everything_and_null_for_what_is_not_finite(tmp_path: Path):
+    tracker = Tracker(TrackingSection(wandb="disabled"), tmp_path, "sums", {})
+    tracker.log(1, {"reward": 0.25, "loss": float("nan")})
+    tracker.log_samples(1, ROWS)
+    tracker.finish({})
+    assert read_json_lines(tmp_path / METRICS_FILE) == [{"step": 1, "reward": 0.25, "loss": None}]
+    assert [row["completion"] for row in read_json_lines(tmp_path / SAMPLES_FILE)] == ["4", "five"]
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path):
+    section = TrackingSection(wandb="disabled")
+    tracker = Tracker(section, tmp_path, "sums", {})
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward": float(step)})
+    tracker.finish({})
+    with (tmp_path / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.write('{"step": 4, "rew')  # a crash in the middle of a line
+    resumed = Tracker(section, tmp_path, "sums", {}, first_step=3)
+    resumed.log(3, {"reward": 30.0})
+    resumed.finish({})
+    assert [row["reward"] for row in read_json_lines(tmp_path / METRICS_FILE)] == [1.0, 2.0, 30.0]
+
+
+def test_timers_add_up_the_time_of_a_phase():
+    clock = iter([0.0, 1.0, 5.0, 7.5])
+    timers = Timers(clock=lambda: next(clock))
+    for _ in range(2):
+        with timers.phase("gen"):
+            pass
+    assert timers.metrics() == {"timing_s/gen": 3.5}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_line_is_rewritten_in_a_terminal_and_kept_elsewhere():
+    for stream, returns in ((Terminal(), 3), (io.StringIO(), 0)):
+        clock = iter([0.0, 10.0, 20.0])
+        progress = ProgressLine(3, stream, clock=lambda clock=clock: next(clock))
+        for step in (1, 2, 3):
+            progress.update(step, {"reward": f"0.{step}"})
+        text = stream.getvalue()
+        assert text.count("\r") == returns
+        assert "2/3 reward 0.2 left 0:10" in text
+        assert text.endswith("\n")

@@ -1,0 +1,253 @@
+"""What a run needs to know: frozen dataclasses of plain values, checked at construction; errors name the field.
+
+A recipe in YAML has the same sections and names; `recipe.py` reads it into a `RunConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+AdvantageScale = Literal["group_std", "batch_std", "none"]
+KLEstimator = Literal["k1", "k2", "k3", "ratio_k3"]
+Schedule = Literal["constant", "linear", "cosine"]
+WandbMode = Literal["auto", "offline", "online", "disabled"]
+
+MAX_SEED = 2**63 - 1
+
+
+def _fail(section: str, name: str, value: object, valid: str) -> None:
+    raise ValueError(f"{section}.{name}={value!r} is not valid: it must be {valid}")
+
+
+def _check_integer(section: str, name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        _fail(section, name, value, f"an integer of at least {low}")
+
+
+def _check_real(section: str, name: str, value: object, low: float, *, open_low: bool = False) -> None:
+    valid = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < low or (open_low and number == low):
+        _fail(section, name, value, valid)
+
+
+def _check_choice(section: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        _fail(section, name, value, f"one of {', '.join(map(repr, choices))}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSection:
+    """The embedded engine that samples, whose weights are trained in place.
+
+    `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine.
+    """
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    kv_cache_memory: int | str | None = None
+    enable_prefix_caching: bool = True
+    sleep: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
+        if self.max_model_len is not None:
+            _check_integer("engine", "max_model_len", self.max_model_len, 2)
+        _check_integer("engine", "max_num_seqs", self.max_num_seqs, 1)
+        _check_integer("engine", "max_num_batched_tokens", self.max_num_batched_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSection:
+    """What is learned: a built-in task by name, with its parameters, and how many examples it has.
+
+    Evaluation examples are never among the training examples. `system_prompt` goes before every user message.
+    """
+
+    name: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    train_size: int = 1024
+    eval_size: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_integer("task", "train_size", self.train_size, 1)
+        _check_integer("task", "eval_size", self.eval_size, 0)
+        _check_integer("task", "seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSection:
+    """How rollouts are drawn: from the whole tempered distribution, so that both sides' logprobs are the same."""
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        _check_real("sampling", "temperature", self.temperature, 0.0, open_low=True)
+        _check_integer("sampling", "max_tokens", self.max_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSection:
+    """GRPO and its relatives.
+
+    A step samples `prompts_per_step` groups of `group_size`. It makes `minibatches * epochs` optimiser steps over
+    them; each goes through micro-batches of at most `micro_batch_tokens` packed tokens, which changes neither the loss
+    nor the gradient. `loss_normalizer` is the length that `aggregation="constant"` divides by (None: that of
+    `sampling.max_tokens`). `recompute_logprobs` runs an extra forward pass before the first update and takes the old
+    logprobs from it, with truncated importance weights (`importance_cap`) for the difference to the sampler's.
+    """
+
+    group_size: int = 8
+    prompts_per_step: int = 8
+    minibatches: int = 1
+    epochs: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: Aggregation = "token_mean"
+    loss_normalizer: int | None = None
+    advantage_scale: AdvantageScale = "group_std"
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "ratio_k3"
+    drop_truncated: bool = False
+    recompute_logprobs: bool = False
+    importance_cap: float = 2.0
+    micro_batch_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
+            _check_integer("algorithm", name, getattr(self, name), 1)
+        _check_integer("algorithm", "group_size", self.group_size, 2)
+        for name in ("clip_low", "clip_high", "kl_coefficient"):
+            _check_real("algorithm", name, getattr(self, name), 0.0)
+        _check_real("algorithm", "importance_cap", self.importance_cap, 1.0)
+        _check_choice("algorithm", "aggregation", self.aggregation, ("token_mean", "sequence_mean", "constant"))
+        _check_choice("algorithm", "advantage_scale", self.advantage_scale, ("group_std", "batch_std", "none"))
+        _check_choice("algorithm", "kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "ratio_k3"))
+        if self.loss_normalizer is not None:
+            _check_integer("algorithm", "loss_normalizer", self.loss_normalizer, 1)
+        if self.kl_estimator == "k1" and self.kl_coefficient > 0:
+            _fail(
+                "algorithm",
+                "kl_estimator",
+                self.kl_estimator,
+                "'k2', 'k3' or 'ratio_k3' where kl_coefficient is above 0: the expected gradient of 'k1' is zero, so "
+                "the reference would have no effect",
+            )
+        if self.minibatches > self.group_size * self.prompts_per_step:
+            _fail("algorithm", "minibatches", self.minibatches, "at most group_size * prompts_per_step")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSection:
+    """AdamW with float32 master weights, and the learning rate's course over the steps."""
+
+    learning_rate: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "final_fraction"):
+            _check_real("optimizer", name, getattr(self, name), 0.0)
+        for name in ("epsilon", "max_grad_norm"):
+            _check_real("optimizer", name, getattr(self, name), 0.0, open_low=True)
+        for name in ("beta1", "beta2"):
+            _check_real("optimizer", name, getattr(self, name), 0.0)
+            if getattr(self, name) >= 1:
+                _fail("optimizer", name, getattr(self, name), "below 1")
+        if self.final_fraction > 1:
+            _fail("optimizer", "final_fraction", self.final_fraction, "at most 1")
+        _check_choice("optimizer", "schedule", self.schedule, ("constant", "linear", "cosine"))
+        _check_integer("optimizer", "warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSection:
+    """Held-out evaluation, before the first and after the last step, and every `every` steps in between (0: not)."""
+
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    every: int = 0
+    success_threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_real("evaluation", "temperature", self.temperature, 0.0)
+        _check_real("evaluation", "success_threshold", self.success_threshold, -math.inf)
+        _check_integer("evaluation", "every", self.every, 0)
+        if self.max_tokens is not None:
+            _check_integer("evaluation", "max_tokens", self.max_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSection:
+    """Checkpoints every `every` steps (0: none) of which the last `keep` stay; the trained model is always saved."""
+
+    every: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _check_integer("checkpoint", "every", self.every, 0)
+        _check_integer("checkpoint", "keep", self.keep, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingSection:
+    """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere."""
+
+    wandb: WandbMode = "auto"
+    project: str = "rollout"
+    sample_every: int = 5
+    samples: int = 16
+
+    def __post_init__(self) -> None:
+        _check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        _check_integer("tracking", "sample_every", self.sample_every, 1)
+        _check_integer("tracking", "samples", self.samples, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """A whole run. `model` is a folder in Hugging Face format, or a name that the engine knows; `output_dir` takes
+    everything that the run writes."""
+
+    model: str
+    name: str = "grpo"
+    output_dir: str = "runs/grpo"
+    steps: int = 100
+    seed: int = 0
+    resume: bool = False
+    engine: EngineSection = field(default_factory=EngineSection)
+    task: TaskSection = field(default_factory=TaskSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "name", "output_dir"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                _fail("run", name, getattr(self, name), "text that is not empty")
+        _check_integer("run", "steps", self.steps, 0)
+        _check_integer("run", "seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            _fail("run", "seed", self.seed, f"at most {MAX_SEED}")
+        if self.optimizer.warmup_steps > self.steps:
+            _fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")

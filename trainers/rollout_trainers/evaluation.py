@@ -1,0 +1,69 @@
+"""Held-out evaluation: the share of right answers, how sure it is, and whether a change of it can be chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results on `num` held-out prompts. `successes` holds one flag a prompt, in the prompts' order."""
+
+    accuracy: float
+    low: float  # Wilson score interval, 95 %
+    high: float
+    mean_reward: float
+    mean_length: float
+    num: int
+    successes: tuple[bool, ...]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_low": self.low,
+            "eval/accuracy_high": self.high,
+            "eval/reward": self.mean_reward,
+            "eval/mean_length": self.mean_length,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.1%} (95 % CI {self.low:.1%} to {self.high:.1%}, n = {self.num})"
+
+
+def wilson_interval(successes: int, num: int, z: float = 1.959963984540054) -> tuple[float, float]:
+    """Wilson's score interval of a share: within [0, 1] and sensible at 0 and 1, unlike the normal approximation."""
+    if num < 1 or not 0 <= successes <= num:
+        raise ValueError(f"{successes} successes of {num} are not valid: at least one trial, from 0 to all successes")
+    share = successes / num
+    scale = 1.0 + z * z / num
+    centre = (share + z * z / (2 * num)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def evaluate_rewards(rewards: Sequence[float], lengths: Sequence[int], threshold: float) -> Evaluation:
+    """Summarises one reward and completion length a prompt; a reward of at least `threshold` is a success."""
+    successes = tuple(reward >= threshold for reward in rewards)
+    low, high = wilson_interval(sum(successes), len(successes))
+    return Evaluation(
+        accuracy=sum(successes) / len(successes),
+        low=low,
+        high=high,
+        mean_reward=math.fsum(rewards) / len(rewards),
+        mean_length=sum(lengths) / len(lengths),
+        num=len(successes),
+        successes=successes,
+    )
+
+
+def mcnemar_p_value(before: Sequence[bool], after: Sequence[bool]) -> float:
+    """Exact two-sided p-value that both runs over the same prompts are equally good: only changed prompts count."""
+    gained = sum(b < a for b, a in zip(before, after, strict=True))
+    lost = sum(b > a for b, a in zip(before, after, strict=True))
+    changed = gained + lost
+    if changed == 0:
+        return 1.0
+    tail = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1)) / 2**changed
+    return min(1.0, 2.0 * tail)

@@ -1,0 +1,155 @@
+"""Padding-free micro-batches: sequences one after the other, shared prompts once, and which rows predict what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout_trainers.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Sequences of one micro-batch, flat. A prompt that several of them begin with is there once.
+
+    The last completion token of a sequence is predicted but is never an input, so a sequence of p prompt and c
+    completion tokens has p + c - 1 rows. Which rows predict completion tokens follows from those counts alone, so
+    that token values (an EOS in the middle, a pad id equal to EOS) cannot change it.
+
+    `input_ids`, `positions`: int64 [T], the rows that the model computes. Attention sees the sequences laid out one
+    after the other: `query_start`: int32 [S + 1] in that layout, `gather`: int64 [E], the row at each of its places,
+    `first`: int64 [T], the first place of each row. `rows`: int64 [C], the row whose hidden state predicts completion
+    token `targets` int64 [C]. `lengths`: int64 [S], completion tokens of each sequence. `sampler_logprobs`,
+    `old_logprobs` (the ratio's denominator: the sampler's, unless the trainer recomputed them), `advantages`:
+    float32 [C]. `sample_indices`: positions in the list that was packed.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start: torch.Tensor
+    gather: torch.Tensor
+    first: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+    lengths: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    sample_indices: tuple[int, ...]
+
+    @property
+    def num_input_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.targets.numel()
+
+
+def plan_micro_batches(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
+    """Indices of the samples of each micro-batch, in order, filled up to `token_budget` rows.
+
+    A prompt that is in the batch already costs nothing. A sample longer than the budget gets a batch of its own; one
+    without completion tokens, from which nothing can be learned, is in no batch.
+    """
+    batches: list[list[int]] = []
+    prompts: set[tuple[int, ...]] = set()
+    used = 0
+    for index, sample in enumerate(samples):
+        if sample.num_tokens == 0:
+            continue
+        prompt = tuple(sample.prompt_token_ids)
+        rows = sample.num_tokens - 1 + (0 if prompt in prompts else len(prompt))
+        if not batches or used + rows > token_budget:
+            batches.append([])
+            prompts, used = set(), 0
+            rows = sample.num_tokens - 1 + len(prompt)
+        batches[-1].append(index)
+        prompts.add(prompt)
+        used += rows
+    return batches
+
+
+@dataclass(slots=True)
+class _Layout:
+    """The growing lists of a packed batch."""
+
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    gather: list[np.ndarray] = field(default_factory=list)
+    first: list[np.ndarray] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    prompts: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # rows of the prompts that are there
+
+    def add(self, sample: Sample) -> None:
+        prompt = tuple(sample.prompt_token_ids)
+        place, num_prompt, num_inputs = self.starts[-1], len(prompt), sample.num_tokens - 1
+        if prompt not in self.prompts:
+            self.prompts[prompt] = self._new_rows(list(prompt), 0, place)
+        new = self._new_rows(sample.completion_token_ids[:-1], num_prompt, place + num_prompt)
+        self.gather += [self.prompts[prompt], new]
+        self.rows += [self.prompts[prompt][-1:], new]
+        self.starts.append(place + num_prompt + num_inputs)
+
+    def _new_rows(self, token_ids: list[int], position: int, place: int) -> np.ndarray:
+        """Appends rows for tokens from `position` of their sequence on, which stand from `place` on in the layout."""
+        rows = np.arange(len(self.input_ids), len(self.input_ids) + len(token_ids))
+        self.input_ids += token_ids
+        self.positions.append(np.arange(position, position + len(token_ids)))
+        self.first.append(np.arange(place, place + len(token_ids)))
+        return rows
+
+
+def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
+    """Packs `samples[i] for i in indices`, each of at least one completion token and one prompt token."""
+    layout = _Layout()
+    for index in indices:
+        sample = samples[index]
+        if not sample.prompt_token_ids or not sample.completion_token_ids:
+            raise ValueError(
+                f"sample {index} has {len(sample.prompt_token_ids)} prompt and {sample.num_tokens} completion tokens"
+            )
+        layout.add(sample)
+    chosen = [samples[index] for index in indices]
+    lengths = torch.tensor([sample.num_tokens for sample in chosen], dtype=torch.int64)
+    advantages = torch.tensor([sample.advantage for sample in chosen], dtype=torch.float32)
+    return PackedBatch(
+        input_ids=torch.tensor(layout.input_ids, dtype=torch.int64),
+        positions=_joined(layout.positions),
+        query_start=torch.tensor(layout.starts, dtype=torch.int32),
+        gather=_joined(layout.gather),
+        first=_joined(layout.first),
+        rows=_joined(layout.rows),
+        targets=torch.tensor([token for sample in chosen for token in sample.completion_token_ids], dtype=torch.int64),
+        lengths=lengths,
+        sampler_logprobs=_joined([sample.sampled_logprobs for sample in chosen]),
+        old_logprobs=_joined([_old_logprobs(sample) for sample in chosen]),
+        advantages=advantages.repeat_interleave(lengths),
+        sample_indices=tuple(indices),
+    )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _old_logprobs(sample: Sample) -> np.ndarray:
+    return sample.sampled_logprobs if sample.old_logprobs is None else sample.old_logprobs
+
+
+def pack_micro_batches(samples: Sequence[Sample], token_budget: int) -> list[PackedBatch]:
+    """All samples with a completion token, in micro-batches of at most `token_budget` rows."""
+    return [pack(samples, indices) for indices in plan_micro_batches(samples, token_budget)]
+
+
+def completion_mask(samples: Sequence[Sample], width: int | None = None) -> torch.Tensor:
+    """Mask bool [N, width] over right-padded completions, for trainers that pad: true on each sample's own tokens."""
+    lengths = torch.tensor([sample.num_tokens for sample in samples], dtype=torch.int64)
+    width = int(lengths.max()) if width is None else width
+    if width < int(lengths.max()):
+        raise ValueError(f"width={width} is not valid: the longest completion has {int(lengths.max())} tokens")
+    return torch.arange(width)[None, :] < lengths[:, None]

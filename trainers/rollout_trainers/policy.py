@@ -1,0 +1,80 @@
+"""The policy that is trained: the engine's own module, whose parameters are the tensors that the sampler reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from rollout.layers.gather import take_rows
+from rollout.models.causal_lm import CausalLM
+from rollout.worker.batch import ForwardBatch, SharedRows
+from rollout_kernels import linear_token_logprobs
+from rollout_trainers.packing import PackedBatch
+
+
+class SharedPolicy:
+    """Log-probabilities of sampled tokens, on the sampler's own weights and kernels: the same bits as the sampler's.
+
+    Every parameter of `model` is trained from now on (`requires_grad` is set).
+
+    `keep_reference` copies the weights as they are now, for a KL term.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        temperature: float,
+        keep_reference: bool = False,
+    ) -> None:
+        self.model = model
+        for _, parameter in model.named_parameters():
+            parameter.requires_grad_(True)
+        self.temperature = temperature
+        self._reference = (
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            if keep_reference
+            else None
+        )
+
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies float32 [C] of the batch's completion tokens at the sampling temperature.
+
+        Differentiable where gradients are enabled. Only the rows that predict completion tokens meet the output head.
+        """
+        context = ForwardBatch.packed(batch.query_start, SharedRows(batch.gather, batch.first))
+        hidden = self.model(batch.input_ids, batch.positions, context)  # [T, H]
+        predicting = take_rows(hidden, batch.rows)  # [C, H]
+        return linear_token_logprobs(predicting, self.model.output_weight, batch.targets, self.temperature)
+
+    @torch.no_grad()
+    def frozen_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Logprobs float32 [C] under the weights as they are, without gradient."""
+        return self.logprobs(batch)[0]
+
+    @torch.no_grad()
+    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Logprobs float32 [C] of each batch under the weights that this object was made with.
+
+        Call it outside of a forward pass that still waits for its backward pass: the parameters change meanwhile.
+        """
+        with self._reference_weights():
+            return [self.logprobs(batch)[0] for batch in batches]
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """The parameters hold the reference's values inside, and their own again afterwards, bit for bit."""
+        if self._reference is None:
+            raise ValueError("this policy keeps no reference: make it with keep_reference=True")
+        own = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        try:
+            self._write(self._reference)
+            yield
+        finally:
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(values[name])

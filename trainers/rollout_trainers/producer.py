@@ -1,0 +1,126 @@
+"""Rollouts: examples in, samples out, by the engine that holds the policy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.outputs import CompletionOutput, RequestOutput
+from rollout.sampling_params import SamplingParams
+from rollout_trainers.types import Example, Prompt, Sample
+
+
+class Engine(Protocol):
+    """What the trainers ask of an engine; `rollout.LLM` is one."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def generate(self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True) -> list[RequestOutput]: ...
+
+    def get_tokenizer(self) -> Any: ...
+
+    def sleep(self, level: int = 1) -> Any: ...
+
+    def wake_up(self, tags: Any = None) -> Any: ...
+
+    def policy_update(self, version: int) -> Any: ...
+
+    def get_metrics(self) -> dict[str, float]: ...
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that is a pure function of `parts`, so that a resumed run draws what an unbroken one would have."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def select_examples(examples: Sequence[Example], step: int, count: int, seed: int) -> list[Example]:
+    """The `count` examples of 1-based step `step`: a pure function of the arguments.
+
+    The steps walk through one shuffle of all examples after the other, each a function of (seed, its number).
+    """
+    orders: dict[int, np.ndarray] = {}
+    chosen = []
+    for place in range((step - 1) * count, step * count):
+        epoch, offset = divmod(place, len(examples))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng(derive_seed(seed, "order", epoch)).permutation(len(examples))
+        chosen.append(examples[int(orders[epoch][offset])])
+    return chosen
+
+
+class RolloutProducer:
+    """Samples groups of completions for training, and one completion per example for evaluation."""
+
+    def __init__(self, engine: Engine, temperature: float, max_tokens: int, seed: int) -> None:
+        self.engine = engine
+        self.tokenizer = engine.get_tokenizer()
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.seed = seed
+
+    def prompt_token_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: chat messages through the chat template, text as it is, token ids untouched."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        if prompt and isinstance(prompt[0], dict):
+            return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        return [int(token) for token in prompt]  # type: ignore[arg-type]  # token ids
+
+    def produce(self, step: int, examples: Sequence[Example], group_size: int) -> list[Sample]:
+        """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place)."""
+        params = [
+            SamplingParams(
+                n=group_size,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens,
+                seed=derive_seed(self.seed, "rollout", step, place),
+            )
+            for place in range(len(examples))
+        ]
+        return self._generate(examples, params)
+
+    def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]:
+        """One sample of each example; the seeds are the same whenever it is called."""
+        params = [
+            SamplingParams(
+                temperature=temperature, max_tokens=max_tokens, seed=derive_seed(self.seed, "evaluation", place)
+            )
+            for place in range(len(examples))
+        ]
+        return self._generate(examples, params)
+
+    def _generate(self, examples: Sequence[Example], params: Sequence[SamplingParams]) -> list[Sample]:
+        prompts = [{"prompt_token_ids": self.prompt_token_ids(example.prompt)} for example in examples]
+        version = self.engine.policy_version
+        outputs = self.engine.generate(prompts, list(params), use_tqdm=False)
+        return [
+            _sample(example, group, output, completion, version)
+            for group, (example, output) in enumerate(zip(examples, outputs, strict=True))
+            for completion in output.outputs
+        ]
+
+
+def _sample(example: Example, group: int, output: RequestOutput, completion: CompletionOutput, version: int) -> Sample:
+    stale = [span for span in completion.policy_versions if span.version != version]
+    if stale:
+        raise ValueError(f"tokens {stale[0].start}:{stale[0].end} are of policy {stale[0].version}, not {version}")
+    if completion.finish_reason in (None, "error", "abort"):
+        raise ValueError(f"request {output.request_id} ended with {completion.finish_reason!r}: it can't be trained on")
+    return Sample(
+        example=example,
+        group=group,
+        prompt_token_ids=output.prompt_token_ids,
+        completion_token_ids=completion.token_ids,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        sampled_logprobs=completion.sampled_logprobs,
+        entropy=completion.entropy,
+        seed=completion.seed,
+        sample_index=completion.sample_index,
+        policy_version=version,
+    )

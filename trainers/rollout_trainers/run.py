@@ -1,0 +1,250 @@
+"""A whole run: engine, task, training loop, evaluation, checkpoints and report, from a `RunConfig` or a recipe."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout import LLM
+from rollout.models.pretrained import resolve_model
+from rollout_trainers.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, save_model
+from rollout_trainers.config import RunConfig
+from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
+from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.producer import RolloutProducer
+from rollout_trainers.recipe import load_recipe
+from rollout_trainers.report import write_report
+from rollout_trainers.tasks import make_task
+from rollout_trainers.tracking import ProgressLine, Tracker
+from rollout_trainers.types import Example, RewardFunction, Sample, SampleRow, Task
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run ended with. `base` is the untrained policy on the held-out prompts, `trained` the final one."""
+
+    directory: Path
+    report: Path
+    base: Evaluation | None
+    trained: Evaluation | None
+    p_value: float | None
+    seconds: float
+
+
+def train_from_recipe(path: str, overrides: Sequence[str] = ()) -> int:
+    """Runs a recipe and returns exit status 0: YAML of plain values, or a .py file, which gets the overrides as argv.
+
+    Raises `ValueError` for a mistake in the recipe, before the model is loaded.
+    """
+    if Path(path).suffix == ".py":
+        _run_script(path, overrides)
+        return 0
+    config = load_recipe(path, overrides)
+    run(config, task=make_task(config.task))
+    return 0
+
+
+def _run_script(path: str, overrides: Sequence[str]) -> None:
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such recipe")
+    previous = sys.argv
+    sys.argv = [path, *overrides]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = previous
+
+
+def run(
+    config: RunConfig,
+    *,
+    task: Task | None = None,
+    reward_functions: Sequence[RewardFunction] = (),
+    train: Sequence[Example] = (),
+    evaluation: Sequence[Example] = (),
+) -> RunResult:
+    """Trains as `config` says, and reports. The task is `task`, or made of `train`, `evaluation` and
+    `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
+    own). Raises `ValueError` for what the configuration or the rewards have wrong."""
+    started = time.perf_counter()
+    task = _resolve_task(config, task, reward_functions, train, evaluation)
+    progress = ProgressLine(config.steps)
+    progress.say(f"{config.name}: loading {config.model}")
+    engine = _make_engine(config)
+    producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
+    keep_reference = config.algorithm.kl_coefficient > 0
+    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference)
+    session = Session(config, GRPOTrainer(producer, policy, task, config), progress)
+    session.train()
+    return session.finish(started)
+
+
+def _resolve_task(
+    config: RunConfig,
+    task: Task | None,
+    reward_functions: Sequence[RewardFunction],
+    train: Sequence[Example],
+    evaluation: Sequence[Example],
+) -> Task:
+    if task is not None:
+        return task
+    if train:
+        if not reward_functions:
+            raise ValueError("reward_functions is empty: give at least one with the training examples")
+        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions))
+    named = make_task(config.task)
+    return Task(named.name, named.train, named.evaluation, tuple(reward_functions) or named.rewards)
+
+
+def _make_engine(config: RunConfig) -> LLM:
+    engine = config.engine
+    return LLM(
+        config.model,
+        dtype=engine.dtype,
+        device=engine.device,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_memory=engine.kv_cache_memory,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        seed=config.seed,
+    )
+
+
+class Session:
+    """The course of a run around the trainer's steps: resume, evaluate, log, save, report."""
+
+    def __init__(self, config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.progress = progress
+        self.directory = Path(config.output_dir)
+        self.evaluations: dict[int, Evaluation] = {}  # by step; 0 is the untrained policy
+        self.last_step = self._resume() if config.resume else 0
+        self.tracker = Tracker(
+            config.tracking,
+            self.directory,
+            config.name,
+            asdict(config),
+            first_step=self.last_step + 1 if self.last_step else 0,
+        )
+
+    def _resume(self) -> int:
+        """Restores the newest checkpoint, if there is one, and makes it the engine's policy. Returns its step."""
+        found = list_checkpoints(self.directory / "checkpoints")
+        if not found:
+            return 0
+        restored = load_checkpoint(found[-1], self.trainer.optimizer)
+        for step, saved in restored.notes["evaluations"].items():
+            self.evaluations[int(step)] = Evaluation(**{**saved, "successes": tuple(saved["successes"])})
+        self.trainer.num_tokens = restored.notes["num_tokens"]
+        self.trainer.update_engine(restored.step)
+        self.progress.say(f"{self.config.name}: resumed after step {restored.step}")
+        return restored.step
+
+    def train(self) -> None:
+        """All steps that are left, with the evaluations and checkpoints that the recipe asks for."""
+        config = self.config
+        if self.last_step == 0:
+            self._evaluate(0)
+        for step in range(self.last_step + 1, config.steps + 1):
+            samples, metrics = self.trainer.step(step)
+            self.tracker.log(step, metrics)
+            if step % config.tracking.sample_every == 0 or step in (1, config.steps):
+                self.tracker.log_samples(step, self._rows(step, samples))
+            self.progress.update(step, _progress_fields(metrics))
+            self.last_step = step
+            every = config.evaluation.every
+            if step == config.steps or (every and step % every == 0):
+                self._evaluate(step)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                self._save(step)
+
+    def finish(self, started: float) -> RunResult:
+        """Saves the trained model, closes the trackers, writes the report."""
+        config = self.config
+        save_model(self.directory / "model", self.trainer.policy.model.named_parameters(), resolve_model(config.model))
+        base, trained = self.evaluations.get(0), self.evaluations.get(config.steps)
+        p_value = None
+        if base is not None and trained is not None and config.steps > 0:
+            p_value = mcnemar_p_value(base.successes, trained.successes)
+        summary = {
+            "name": config.name,
+            "task": self.trainer.task.name,
+            "config": asdict(config),
+            "base": asdict(base) if base else None,
+            "trained": asdict(trained) if trained else None,
+            "p_value": p_value,
+            "receipt": str(self.trainer.receipt),
+            "seconds": time.perf_counter() - started,
+        }
+        self.tracker.finish({key: value for key, value in summary.items() if key != "config"})
+        report = write_report(self.directory, summary)
+        for label, result in (("untrained", base), ("trained", trained)):
+            if result:
+                self.progress.say(f"{config.name}: {label} held-out accuracy {result}")
+        self.progress.say(f"{config.name}: model, metrics and report.html are in {self.directory}")
+        return RunResult(self.directory, report, base, trained, p_value, time.perf_counter() - started)
+
+    def _evaluate(self, step: int) -> None:
+        if not self.trainer.task.evaluation:
+            return
+        _, self.evaluations[step] = self.trainer.evaluate()
+        self.tracker.log(step, self.evaluations[step].metrics())
+        self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
+
+    def _save(self, step: int) -> None:
+        notes = {
+            "evaluations": {key: asdict(value) for key, value in self.evaluations.items()},
+            "num_tokens": self.trainer.num_tokens,
+        }
+        save_checkpoint(
+            self.directory / "checkpoints",
+            step,
+            self.trainer.policy.model.named_parameters(),
+            self.trainer.optimizer,
+            notes,
+            resolve_model(self.config.model),
+            self.config.checkpoint.keep,
+        )
+
+    def _rows(self, step: int, samples: Sequence[Sample]) -> list[SampleRow]:
+        return [
+            SampleRow(
+                step=step,
+                prompt=_prompt_text(sample),
+                completion=sample.text,
+                reward=sample.reward,
+                advantage=sample.advantage,
+                num_tokens=sample.num_tokens,
+                finish_reason=sample.finish_reason,
+                columns=dict(sample.example.columns),
+            )
+            for sample in samples[: self.config.tracking.samples]
+        ]
+
+
+def _prompt_text(sample: Sample) -> str:
+    prompt: Any = sample.example.prompt
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and isinstance(prompt[0], dict):
+        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return " ".join(map(str, prompt))
+
+
+def _progress_fields(metrics: dict[str, float]) -> dict[str, str]:
+    return {
+        "reward": f"{metrics['reward']:.3f}",
+        "length": f"{metrics['completions/mean_length']:.0f}",
+        "entropy": f"{metrics.get('entropy', 0.0):.2f}",
+        "logp-diff": f"{metrics['sampling/logp_difference/max']:g}",
+        "gen": f"{metrics['timing_s/gen']:.1f}s",
+        "train": f"{metrics['timing_s/train']:.1f}s",
+    }

@@ -1,0 +1,204 @@
+"""Where a run's numbers go: a JSON-lines file always, Weights & Biases where it is installed, and the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollout_trainers.config import TrackingSection
+from rollout_trainers.types import SampleRow
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason", "columns")
+
+
+class Timers:
+    """Seconds by phase of one step, as `timing_s/<phase>` metrics."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to phase `name`."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+def wandb_mode(section: TrackingSection, environment: Mapping[str, str]) -> str:
+    """The mode that W&B runs in. "auto" follows `WANDB_MODE`, else is online where `WANDB_API_KEY` is set."""
+    if section.wandb != "auto":
+        return section.wandb
+    if environment.get("WANDB_MODE"):
+        return environment["WANDB_MODE"]
+    return "online" if environment.get("WANDB_API_KEY") else "offline"
+
+
+class WandbSink:
+    """One W&B run. Metrics are plotted against `train/global_step`; samples are an incremental table."""
+
+    def __init__(self, section: TrackingSection, mode: str, name: str, directory: Path, config: Mapping[str, Any]):
+        import wandb  # optional; imported when a run wants it
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=section.project,
+            name=name,
+            dir=str(directory),
+            mode=mode,  # type: ignore[arg-type]  # checked by the section, or W&B's own environment variable
+            config=dict(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("train/global_step")
+        self._run.define_metric("*", step_metric="train/global_step")
+        self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"train/global_step": step, **{_wandb_key(name): value for name, value in metrics.items()}})
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        for row in rows:
+            self._table.add_data(*(_cell(value) for value in asdict(row).values()))
+        self._run.log({"train/global_step": step, "completions": self._table})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+def _wandb_key(name: str) -> str:
+    """TRL's convention: a plain training metric stands under `train/`; those that have a section keep it."""
+    section = name.split("/", 1)[0]
+    return f"train/{name}" if "/" not in name or section in ("completions", "rewards", "clip_ratio") else name
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict) else value
+
+
+class JsonLines:
+    """An append-only file of one JSON object a line, each with its `step`. Values that are not finite become null."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Opens `path`; records of `first_step` and later, left by a run that is being resumed, are dropped."""
+        kept = [record for record in read_json_lines(path) if record["step"] < first_step] if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        os.replace(partial, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps({key: _finite(value) for key, value in record.items()}, ensure_ascii=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; a last line that was cut off by a crash is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class Tracker:
+    """Sends metrics and samples to every sink. Steps count from 1; step 0 is the untrained policy."""
+
+    def __init__(
+        self,
+        section: TrackingSection,
+        directory: Path,
+        name: str,
+        config: Mapping[str, Any],
+        first_step: int = 0,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.directory = directory
+        self._metrics = JsonLines(directory / METRICS_FILE, first_step)
+        self._samples = JsonLines(directory / SAMPLES_FILE, first_step)
+        mode = wandb_mode(section, environment)
+        self._wandb = None
+        if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
+            self._wandb = WandbSink(section, mode, name, directory, config)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.write({"step": step, **metrics})
+        if self._wandb is not None:
+            self._wandb.log(step, metrics)
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        for row in rows:
+            self._samples.write(asdict(row))
+        if self._wandb is not None and rows:
+            self._wandb.samples(step, rows)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Closes the files and the W&B run; `summary` becomes its summary."""
+        self._metrics.close()
+        self._samples.close()
+        if self._wandb is not None:
+            self._wandb.finish(summary)
+
+
+class ProgressLine:
+    """One line that is rewritten in a terminal; one line a step anywhere else."""
+
+    def __init__(
+        self, num_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_steps = num_steps
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock = clock
+        self._start: tuple[int, float] | None = None
+        self._width = 0
+
+    def update(self, step: int, fields: Mapping[str, str]) -> None:
+        """Shows step `step` (from 1) of the run with some fields, and the time that the rest will take."""
+        now = self._clock()
+        if self._start is None:
+            self._start = (step - 1, now)
+            remaining = "-:--"
+        else:
+            seconds = (now - self._start[1]) / max(1, step - 1 - self._start[0]) * (self._num_steps - step)
+            remaining = f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        bar = "#" * round(20 * step / max(1, self._num_steps))
+        text = f"[{bar:<20}] {step}/{self._num_steps} " + " ".join(f"{k} {v}" for k, v in fields.items())
+        self.say(f"{text} left {remaining}", keep=not self._stream.isatty() or step == self._num_steps)
+
+    def say(self, text: str, keep: bool = True) -> None:
+        """Writes a line; without `keep` the next one in a terminal takes its place."""
+        start = "\r" if self._stream.isatty() else ""
+        self._stream.write(start + text.ljust(self._width) + ("\n" if keep else ""))
+        self._stream.flush()
+        self._width = 0 if keep else len(text)

@@ -1,0 +1,78 @@
+"""The vocabulary of the trainers: examples, samples, and what a step makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages, or token ids
+
+# reward(prompts, completions, **columns) -> one number per completion. A chat prompt's completion is a list with one
+# assistant message; the completion of a text prompt is text. `columns` are the example's, repeated for each sample.
+RewardFunction = Callable[..., Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One training or evaluation example: `Example([{"role": "user", "content": "2 + 3 ="}], {"answer": "5"})`."""
+
+    prompt: Prompt
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Examples to learn from, examples never trained on, and what is rewarded (the sum of the functions' values)."""
+
+    name: str
+    train: Sequence[Example]
+    evaluation: Sequence[Example]
+    rewards: tuple[RewardFunction, ...]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion of one example. The arrays are float32, one value per token of `completion_token_ids`."""
+
+    example: Example
+    group: int  # position of its prompt in the step
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    text: str
+    finish_reason: str
+    sampled_logprobs: np.ndarray
+    entropy: np.ndarray
+    seed: int
+    sample_index: int
+    policy_version: int
+    reward: float = 0.0  # filled by `rewards.score`, as are `rewards`
+    rewards: dict[str, float] = field(default_factory=dict)
+    advantage: float = 0.0  # filled by the trainer
+    old_logprobs: np.ndarray | None = None  # filled where the trainer recomputes them; None: the sampler's are used
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens: the engine's own count, never inferred from token values."""
+        return len(self.completion_token_ids)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the length limit, and not the model, ended it."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A sample as people read it, in the table of samples and in the report."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float
+    advantage: float
+    num_tokens: int
+    finish_reason: str
+    columns: dict[str, Any]
