@@ -250,8 +250,8 @@ class LinearTokenLogprobs(Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if weight_wanted:
-                part = (grad_logits.t() @ hidden[rows]).to(wide)
-                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+                part = grad_logits.t() @ hidden[rows]
+                grad_weight = part if grad_weight is None else grad_weight.to(wide).add_(part)
         if weight_wanted and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

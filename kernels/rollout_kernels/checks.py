@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from rollout_kernels.results import SampleArguments
@@ -50,12 +52,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
     model_dtype("x", x.dtype)
     model_dtype("out_dtype", out_dtype)
     same_dtype("x", x, "weight", weight)
+    depth = x.shape[-1]
     if weight.dim() != 2:
         fail_shape("weight", weight, "[N, K]")
-    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if x.dim() != 2 or depth != weight.shape[1]:
         fail_shape("x", x, f"[T, {weight.shape[1]}]")
-    unit_stride("x", x)
-    unit_stride("weight", weight)
+    if depth > 1:
+        unit_stride("x", x)
+        unit_stride("weight", weight)
     if bias is not None:
         vector("bias", bias, weight.shape[0], weight.dtype)
 
@@ -119,14 +123,18 @@ def packed_kv(k: torch.Tensor, v: torch.Tensor) -> None:
         fail_shape("v", v, f"that of k, {tuple(k.shape)}")
 
 
+@functools.cache
+def _tile_shapes(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of one head of a key tile and of a value tile."""
+    padded = -(-head_dim // 16) * 16
+    return ((padded // 2, 16, 2), (8, padded, 2)) if dtype is torch.bfloat16 else ((padded, 16), (16, padded))
+
+
 def kv_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, like: torch.Tensor, head_dim: int) -> None:
     same_dtype("k_cache", k_cache, "v_cache", v_cache)
     if k_cache.dtype is not like.dtype:
         raise TypeError(f"k_cache is {k_cache.dtype} and the tokens are {like.dtype}: they must be the same")
-    padded = -(-head_dim // 16) * 16
-    paired = k_cache.dtype is torch.bfloat16
-    wanted_k = (padded // 2, 16, 2) if paired else (padded, 16)
-    wanted_v = (8, padded, 2) if paired else (16, padded)
+    wanted_k, wanted_v = _tile_shapes(head_dim, k_cache.dtype)
     if k_cache.shape[2:] != wanted_k:
         fail_shape("k_cache", k_cache, f"[tiles, H, {', '.join(map(str, wanted_k))}]: see kv_cache_shapes")
     if v_cache.shape[2:] != wanted_v or v_cache.shape[:2] != k_cache.shape[:2]:

@@ -123,11 +123,8 @@ def test_packed_attention_equals_the_paged_one_bit_for_bit(backend: str, dtype: 
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     with rk.use_backend(backend):
         paged = sequences.attend([(i, 0, n) for i, n in enumerate(lengths)])[0]
-        packed = rk.varlen_attention(
-            *(rows_apart(torch.cat(parts)) for parts in (sequences.q, sequences.k, sequences.v)),
-            starts,
-            sequences.scale,
-        )
+        q, k, v = (rows_apart(torch.cat(parts)) for parts in (sequences.q, sequences.k, sequences.v))
+        packed = rk.varlen_attention(q, k, v, starts, sequences.scale)
     assert_same_bits(packed, paged)
 
 

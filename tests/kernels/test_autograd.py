@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 import rollout_kernels as rk
-from tests.support.kernels import BACKENDS, assert_close, assert_same_bits, num_threads, randn
+from tests.support.kernels import BACKENDS, assert_close, assert_same_bits, draw_arguments, num_threads, randn
 
 TABLE = torch.cat([f(torch.arange(64.0)[:, None] * 0.3 ** torch.arange(40)) for f in (torch.cos, torch.sin)], dim=-1)
 
@@ -36,9 +36,8 @@ def test_rms_norm_gradcheck() -> None:
 def test_rotary_gradcheck() -> None:
     positions = torch.tensor([0, 5, 63])
     table = torch.cat((TABLE[:, :5], TABLE[:, 40:45]), dim=-1).double()
-    assert gradcheck(
-        lambda q, k: rk.rotary_embedding(q, k, positions, table), (leaf(3, 4, 10, seed=1), leaf(3, 2, 10, seed=2))
-    )
+    q, k = leaf(3, 4, 10, seed=1), leaf(3, 2, 10, seed=2)
+    assert gradcheck(lambda q, k: rk.rotary_embedding(q, k, positions, table), (q, k))
 
 
 def test_silu_and_mul_gradcheck() -> None:
@@ -88,6 +87,10 @@ def rotary(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rk.rotary_embedding(q, k, torch.arange(70) % 64, table)
 
 
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return rk.varlen_attention(q, k, v, QUERY_START, 0.3)
+
+
 # name -> (function, shapes of its inputs)
 OPERATIONS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "linear": (rk.linear, [(70, 63), (131, 63), (131,)]),
@@ -96,14 +99,8 @@ OPERATIONS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "first rms_norm": (lambda x, w: rk.rms_norm(x, w, 1e-5), [(70, 80), (80,)]),
     "rotary": (rotary, [(70, 7, 80), (70, 1, 80)]),
     "silu_and_mul": (rk.silu_and_mul, [(70, 150)]),
-    "attention": (
-        lambda q, k, v: rk.varlen_attention(q, k, v, QUERY_START, 0.3),
-        [(70, 7, 80), (70, 1, 80), (70, 1, 80)],
-    ),
-    "grouped attention": (
-        lambda q, k, v: rk.varlen_attention(q, k, v, QUERY_START, 0.3),
-        [(70, 9, 16), (70, 3, 16), (70, 3, 16)],
-    ),
+    "attention": (attention, [(70, 7, 80), (70, 1, 80), (70, 1, 80)]),
+    "grouped attention": (attention, [(70, 9, 16), (70, 3, 16), (70, 3, 16)]),
     "linear_token_logprobs": (
         lambda h, w: rk.linear_token_logprobs(h, w, IDS, 0.8, chunk=32)[0],
         [(70, 63), (131, 63)],
@@ -134,7 +131,8 @@ def test_gradients_equal_float64(backend: str, name: str, dtype: torch.dtype) ->
     with rk.use_backend(backend):
         _, actual = gradients(run, inputs)
     for result, exact in zip(actual, expected, strict=True):
-        assert_close(result, exact, 1e-5 if dtype == torch.float32 else 2e-2)
+        # In bfloat16 the backward of attention starts from outputs that were rounded.
+        assert_close(result, exact, 1e-5 if dtype == torch.float32 else 4e-2 if "attention" in name else 1e-2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -153,13 +151,12 @@ def test_the_forward_has_the_bits_of_inference(backend: str, name: str, dtype: t
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "linear" not in name])
 def test_gradients_do_not_depend_on_the_number_of_threads(name: str) -> None:
     """Of our own kernels, that is: the matrix products of a linear's backward pass are torch's."""
-    with num_threads(1):
-        expected = gradients(OPERATIONS[name][0], _inputs(name, torch.bfloat16))[1]
-    with num_threads(2):
-        for result, wanted in zip(
-            gradients(OPERATIONS[name][0], _inputs(name, torch.bfloat16))[1], expected, strict=True
-        ):
-            assert_same_bits(result, wanted)
+    results = []
+    for count in (1, 2):
+        with num_threads(count):
+            results.append(gradients(OPERATIONS[name][0], _inputs(name, torch.bfloat16))[1])
+    for one, two in zip(*results, strict=True):
+        assert_same_bits(two, one)
 
 
 @pytest.mark.parametrize("lengths", [(300,), (64, 65, 47, 48, 49), (1, 2, 100)])
@@ -202,10 +199,10 @@ def test_attention_takes_views_of_a_fused_projection(backend: str) -> None:
         return rk.varlen_attention(q, k, v, QUERY_START, 0.3)
 
     with rk.use_backend(backend):
-        for ours, expected in zip(
-            *(gradients(run, [randn(70, sum(sizes), seed=1)]) for run in (fused, separate)), strict=True
-        ):
-            assert_same_bits(ours[0], expected[0])
+        (out,), (grad,) = gradients(fused, [randn(70, sum(sizes), seed=1)])
+        (expected_out,), (expected_grad,) = gradients(separate, [randn(70, sum(sizes), seed=1)])
+    assert_same_bits(out, expected_out)
+    assert_same_bits(grad, expected_grad)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -215,17 +212,7 @@ def test_logprobs_of_the_trainer_are_those_of_the_sampler(backend: str) -> None:
     for temperature in (1.0, 0.7):
         with rk.use_backend(backend):
             logits = rk.linear(hidden, weight, out_dtype=torch.float32)
-            ones, zeros = torch.ones(20), torch.zeros(20, dtype=torch.int64)
-            drawn = rk.sample(
-                logits,
-                ones * temperature,
-                zeros.int(),
-                ones,
-                ones * 0,
-                zeros,
-                zeros,
-                torch.arange(20, dtype=torch.int64),
-            )
+            drawn = rk.sample(logits, **draw_arguments(20, temperature=temperature))
             for chunk in (1, 7, 512):
                 logprobs, entropy = rk.linear_token_logprobs(
                     hidden.clone().requires_grad_(), weight, drawn.token_ids, temperature, chunk

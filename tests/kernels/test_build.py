@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_named(sources: Path, monkeypatch: pyt
     blocked = sources.parent / "file"
     blocked.write_text("")
     monkeypatch.setenv("ROLLOUT_CACHE", str(blocked))
-    with pytest.raises(building.BuildError, match="cannot write the kernel cache .*set ROLLOUT_CACHE"):
+    with pytest.raises(building.BuildError, match=r"cannot write the kernel cache .*set ROLLOUT_CACHE"):
         building.build()
 
 

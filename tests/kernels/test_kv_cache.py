@@ -95,7 +95,8 @@ def test_blocks_are_copied_whole_and_in_order(backend: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_move_between_pools_of_different_sizes(backend: str) -> None:
-    device = [tuple(randn(*shape, seed=1) for shape in rk.kv_cache_shapes(4, 16, 2, 16, torch.float32))]
+    k_shape, v_shape = rk.kv_cache_shapes(4, 16, 2, 16, torch.float32)
+    device = [(randn(*k_shape, seed=1), randn(*v_shape, seed=2))]
     host = [nan_caches(2, 16, 2, 16, torch.float32)]
     with rk.use_backend(backend):
         rk.copy_blocks_between(device, host, [(3, 0)], 1)

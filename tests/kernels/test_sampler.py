@@ -309,5 +309,7 @@ def test_bad_bans_and_shapes_are_named(backend: str) -> None:
         with pytest.raises(TypeError, match=r"logits is torch\.bfloat16"):
             rk.sample(randn(2, 9, dtype=torch.bfloat16), **draw_arguments(2))
         with pytest.raises(TypeError, match=r"top_k is torch\.int64"):
-            rk.sample(randn(2, 9), **(draw_arguments(2) | {"top_k": torch.zeros(2, dtype=torch.int64)}))
+            wrong = draw_arguments(2)
+            wrong["top_k"] = wrong["top_k"].long()
+            rk.sample(randn(2, 9), **wrong)
         assert rk.sample(randn(2, 9)[:0], **draw_arguments(0)).token_ids.shape == (0,)

@@ -47,6 +47,7 @@ _CODES: dict[str, Any] = {
 
 # Function -> result and arguments: p pointer, l 64-bit integer, i int, f float, u unsigned 64-bit integer.
 _SIGNATURES = {
+    "rk_set_num_threads": ("-", "l"),
     "rk_linear": ("-", "pli pli p pli lll"),
     "rk_rms_norm": ("-", "pli pi f pl pi p ll"),
     "rk_rms_norm_backward": ("-", "pi p p pi f pi p p p ll"),

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels on first use, for this machine's own instruction set, and loads them.
 
-The library is cached by everything that decides its bytes: the sources, the compiler, the flags, the CPU and the OpenMP
-runtime. Concurrent processes wait for one another at a file lock and the finished library appears by an atomic rename,
+The library is cached by everything that decides its bytes: the sources, the compiler, the flags and the CPU. It brings
+its own team of threads (`csrc/threads.h`), so torch's OpenMP runtime stays the only one in the process. Concurrent processes wait for one another at a file lock and the finished library appears by an atomic rename,
 so that nobody ever loads half a file.
 """
 
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch  # loads torch's OpenMP runtime, which the kernels share
+import torch
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 LIBRARY_NAME = "rollout_kernels.so"
@@ -70,9 +70,9 @@ def openmp_runtimes() -> list[str]:
 
 
 def compile_flags() -> list[str]:
-    """Flags of every source file; `-fopenmp` is for compiling only, the runtime is linked by its file."""
+    """Flags of every source file."""
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-    return ["-std=c++17", "-O3", native, "-fopenmp", "-fPIC", "-fno-math-errno", "-Wall", "-Wno-psabi"]
+    return ["-std=c++17", "-O3", native, "-pthread", "-fPIC", "-fno-math-errno", "-Wall", "-Wno-psabi"]
 
 
 def cache_dir() -> Path:
@@ -88,13 +88,13 @@ def _cpu_description() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def build_key(compiler: Compiler, openmp: str | None) -> str:
+def build_key(compiler: Compiler) -> str:
     """Hash of everything that decides the library's bytes."""
     digest = hashlib.sha256()
     for source in sorted(SOURCE_DIR.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    machine = [_cpu_description(), platform.machine(), openmp or "-lgomp"]
+    machine = [_cpu_description(), platform.machine()]
     digest.update("\0".join([compiler.path, compiler.version, *compile_flags(), *machine]).encode())
     return digest.hexdigest()[:24]
 
@@ -113,7 +113,7 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
 
 
-def _compile(compiler: Compiler, openmp: str | None, target: Path) -> None:
+def _compile(compiler: Compiler, target: Path) -> None:
     """Compiles all sources, several at a time, and links them to `target`, which appears whole or not at all."""
     sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest work first
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as build_dir:
@@ -125,22 +125,21 @@ def _compile(compiler: Compiler, openmp: str | None, target: Path) -> None:
         with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         library = Path(build_dir) / LIBRARY_NAME
-        _run([compiler.path, "-shared", "-o", str(library), *map(str, objects), openmp or "-lgomp", "-lm"])
+        _run([compiler.path, "-shared", "-o", str(library), *map(str, objects), "-pthread", "-lm"])
         os.replace(library, target)
 
 
 def build() -> Path:
     """The library's file, compiled if the cache has none. Raises `BuildError`."""
     compiler = find_compiler()
-    openmp = next(iter(openmp_runtimes()), None)
-    target = cache_dir() / build_key(compiler, openmp) / LIBRARY_NAME
+    target = cache_dir() / build_key(compiler) / LIBRARY_NAME
     if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_suffix(".lock")):
             if not target.exists():
-                _compile(compiler, openmp, target)
+                _compile(compiler, target)
     except OSError as error:
         raise BuildError(f"cannot write the kernel cache {target.parent}: {error}; set ROLLOUT_CACHE") from error
     return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import torch
 
@@ -15,13 +14,6 @@ from rollout_kernels.results import SampleArguments, SampleResult
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class _Threads(threading.local):
-    """Makes OpenMP in a new thread use as many threads as torch does: asking torch has that effect."""
-
-    def __init__(self) -> None:
-        self.num_threads = torch.get_num_threads()
-
-
 class CpuKernels:
     """The operations on CPU tensors of bfloat16 and float32. Raises `BuildError` where they cannot be built."""
 
@@ -29,7 +21,8 @@ class CpuKernels:
 
     def __init__(self) -> None:
         functions = bind(load_library())
-        self._threads = _Threads()
+        self._set_num_threads = functions["set_num_threads"]
+        self._num_threads = 0
         self._linear = functions["linear"]
         self._rms_norm = functions["rms_norm"]
         self._rms_norm_backward = functions["rms_norm_backward"]
@@ -46,18 +39,27 @@ class CpuKernels:
         self._token_logprobs_backward = functions["token_logprobs_backward"]
         self._fingerprint = functions["fingerprint"]
 
+    def _follow_torch(self) -> None:
+        """Lets the kernels use as many threads as torch does now."""
+        count = torch.get_num_threads()
+        if count != self._num_threads:
+            self._set_num_threads(count)
+            self._num_threads = count
+
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
     ) -> torch.Tensor:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, depth = x.shape
         columns = weight.shape[0]
-        out = torch.empty((rows, columns), dtype=out_dtype)
+        out = torch.empty(rows, columns, dtype=out_dtype)
         code = _DTYPE[x.dtype]
+        # fmt: off
         self._linear(
-            *(x.data_ptr(), x.stride(0), code, weight.data_ptr(), weight.stride(0), code),
-            *(_pointer(bias), out.data_ptr(), columns, _DTYPE[out_dtype], rows, columns, depth),
+            x.data_ptr(), x.stride(0), code, weight.data_ptr(), weight.stride(0), code,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), columns, _DTYPE[out_dtype], rows, columns, depth,
         )
+        # fmt: on
         return out
 
     def rms_norm(
@@ -68,16 +70,23 @@ class CpuKernels:
         residual: torch.Tensor | None,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, size = x.shape
-        out = torch.empty((rows, size), dtype=out_dtype)
-        same = residual is None and x.dtype is torch.float32
-        total = x if same else torch.empty((rows, size), dtype=torch.float32)
+        out = torch.empty(rows, size, dtype=out_dtype)
+        residual_pointer, residual_stride, total_pointer = None, 0, None
+        if residual is None and x.dtype is torch.float32:
+            total = x
+        else:
+            total = torch.empty(rows, size, dtype=torch.float32)
+            total_pointer = total.data_ptr()
+            if residual is not None:
+                residual_pointer, residual_stride = residual.data_ptr(), residual.stride(0)
+        # fmt: off
         self._rms_norm(
-            *(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], weight.data_ptr(), _DTYPE[weight.dtype], eps),
-            *((None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-            *(out.data_ptr(), _DTYPE[out_dtype], None if same else total.data_ptr(), rows, size),
+            x.data_ptr(), x.stride(0), _DTYPE[x.dtype], weight.data_ptr(), _DTYPE[weight.dtype], eps, residual_pointer,
+            residual_stride, out.data_ptr(), _DTYPE[out_dtype], total_pointer, rows, size,
         )
+        # fmt: on
         return out, total
 
     def rms_norm_backward(
@@ -91,7 +100,7 @@ class CpuKernels:
         with_residual: bool,
         with_weight: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, size = total.shape
         grad_x = None if x_dtype is None else torch.empty((rows, size), dtype=x_dtype)
         grad_residual = torch.empty((rows, size), dtype=torch.float32) if with_residual else None
@@ -107,7 +116,7 @@ class CpuKernels:
     def rotate_(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, direction: float
     ) -> None:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, heads, head_dim = q.shape
         # fmt: off
         bad = self._rotary(
@@ -119,14 +128,14 @@ class CpuKernels:
             raise position_error(positions, bad - 1, cos_sin.shape[0])
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, size = x.shape[0], x.shape[1] // 2
-        out = torch.empty((rows, size), dtype=x.dtype)
+        out = torch.empty(rows, size, dtype=x.dtype)
         self._silu_and_mul(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], out.data_ptr(), rows, size)
         return out
 
     def silu_and_mul_backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, size = grad.shape
         grad_x = torch.empty((rows, 2 * size), dtype=x.dtype)
         self._silu_and_mul_backward(
@@ -142,7 +151,7 @@ class CpuKernels:
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        _ = self._threads.num_threads
+        self._follow_torch()
         tokens, heads, head_dim = k.shape
         # fmt: off
         bad = self._write_kv(
@@ -166,16 +175,17 @@ class CpuKernels:
         scale: float,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _ = self._threads.num_threads
+        self._follow_torch()
         tokens, heads, head_dim = q.shape
-        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
-        lse = torch.empty((tokens, heads), dtype=torch.float32) if return_lse else None
+        out = torch.empty(tokens, heads, head_dim, dtype=q.dtype)
+        lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
+        # fmt: off
         self._paged_attention(
-            *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), _DTYPE[q.dtype]),
-            *(block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr()),
-            *(seq_lens.shape[0], heads, k_cache.shape[1], head_dim, block_size, scale),
-            *(out.data_ptr(), _pointer(lse)),
+            q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), _DTYPE[q.dtype], block_tables.data_ptr(),
+            block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0], heads,
+            k_cache.shape[1], head_dim, block_size, scale, out.data_ptr(), None if lse is None else lse.data_ptr(),
         )
+        # fmt: on
         return out, lse
 
     def attention_backward(
@@ -189,7 +199,7 @@ class CpuKernels:
         query_start: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _ = self._threads.num_threads
+        self._follow_torch()
         grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
         self._attention_backward(
             *(grad.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
@@ -205,7 +215,7 @@ class CpuKernels:
         pairs: list[tuple[int, int]],
         tiles_per_block: int,
     ) -> None:
-        _ = self._threads.num_threads
+        self._follow_torch()
         count = len(sources)
         source_pointers = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in sources))
         target_pointers = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in destinations))
@@ -217,7 +227,7 @@ class CpuKernels:
         self._copy_blocks(arrays[0], arrays[1], arrays[2], count, arrays[3], len(pairs))
 
     def sample(self, logits: torch.Tensor, arguments: SampleArguments) -> SampleResult:
-        _ = self._threads.num_threads
+        self._follow_torch()
         draws = arguments.temperature.shape[0]
         raw, sampled, mass, entropy = torch.empty((4, draws), dtype=torch.float32).unbind()
         token_ids, status = torch.empty(draws, dtype=torch.int64), torch.empty(draws, dtype=torch.uint8)
@@ -244,7 +254,7 @@ class CpuKernels:
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, size = logits.shape
         logprobs = torch.empty(rows, dtype=torch.float32)
         entropy = torch.empty(rows, dtype=torch.float32)
@@ -264,7 +274,7 @@ class CpuKernels:
         grad: torch.Tensor,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows, size = logits.shape
         out = torch.empty((rows, size), dtype=out_dtype)
         self._token_logprobs_backward(
@@ -274,7 +284,7 @@ class CpuKernels:
         return out
 
     def fingerprint(self, tensor: torch.Tensor) -> int:
-        _ = self._threads.num_threads
+        self._follow_torch()
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
         size = tensor.element_size()
         row_bytes = tensor.numel() // max(rows, 1) * size

@@ -8,11 +8,10 @@
 // Gimelshein, 2018). A masked key has the exact probability zero, and a group in which every key is masked changes
 // nothing, so that the result of a query depends on its own keys alone: prefill, chunked prefill and decode agree bit
 // for bit whatever the block size.
-#include <omp.h>
-
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -290,12 +289,10 @@ void attend(const Arguments& a, long num_seqs) {
         items.push_back({(int)s, (int)h, first, count});
       }
     }
-#pragma omp parallel if (items.size() > 1)
-  {
+  parallel_items((long)items.size(), 1, true, [&](Items& queue) {
     Scratch<Type> scratch(queries_per_item * group_size, a.padded_dim);
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < (long)items.size(); i++) attend_item<Type>(a, items[i], scratch);
-  }
+    for (long i, end; queue.take(&i, &end);) attend_item<Type>(a, items[i], scratch);
+  });
 }
 
 }  // namespace

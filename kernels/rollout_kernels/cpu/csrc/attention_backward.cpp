@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common.h"
+#include "threads.h"
 
 namespace {
 
@@ -18,8 +19,6 @@ constexpr int kRows = 6, kVectors = 4;  // 24 accumulators of 32 registers
 #else
 constexpr int kRows = 3, kVectors = 2;
 #endif
-
-const v16i kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // A left operand of any layout: element (r, k) is data[r * row + k * column].
 struct Left {
@@ -203,11 +202,9 @@ extern "C" void rk_attention_backward(const void* grad, const void* q, long q_ro
   const Arguments a = {grad, q, k, v, out, lse, query_start, q_row, k_row, v_row, num_q_heads, num_kv_heads, head_dim,
                        (head_dim + 15) / 16 * 16, scale, grad_q, grad_k, grad_v};
   const long items = num_seqs * num_kv_heads;
-#pragma omp parallel if (items > 1)
-  {
+  parallel_items(items, 1, true, [&](Items& queue) {
     Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < items; i++)
+    for (long i, end; queue.take(&i, &end);)
       with_dtype(dtype, [&](auto* p) { backward_item<RK_ELEMENT(p)>(a, i / num_kv_heads, i % num_kv_heads, scratch); });
-  }
+  });
 }

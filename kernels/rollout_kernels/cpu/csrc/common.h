@@ -4,6 +4,8 @@
 
 #include "simd.h"
 
+static const v16i kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // Runs `call` with a null pointer of the element type that a dtype code names.
 template <typename Call>
 static inline void with_dtype(int dtype, Call call) {
@@ -29,6 +31,25 @@ RK_INLINE void store_lanes(T* p, v16f v, long count) {
     store(p, v);
   else
     store_partial(p, v, count);
+}
+
+// exp for t <= 0, within about 1 ulp; exactly 1 at 0 and exactly 0 below -87.3. Shorter than `vexp`, which must also
+// serve NaN and large values: cut off the integer n of t / ln 2, and add n to the exponent of the polynomial's value.
+RK_INLINE v16f exp_nonpositive(v16f t) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  const v16f shifted = t * 1.44269504088896341f + magic;
+  const v16f n = shifted - magic;
+  v16f r = t - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  v16f p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const v16f result = from_bits(as_bits(p) + (as_bits(shifted) << 23));
+  return (v16f)((v16i)result & (v16i)(t >= -87.3f));
 }
 
 // Whether any lane of a comparison's result is true.

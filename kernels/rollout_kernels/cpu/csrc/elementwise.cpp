@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common.h"
+#include "threads.h"
 
 namespace {
 
@@ -32,16 +33,16 @@ void scale_row(const float* h, const W* weight, float factor, Out* out, long siz
 template <typename X, typename W, typename Out>
 void rms_norm_rows(const X* x, long x_stride, const W* weight, float eps, const float* residual, long residual_stride,
                    Out* out, float* sum, long rows, long size) {
-#pragma omp parallel if (rows * size > kParallelElements)
-  {
+  parallel_items(rows, 8, rows * size > kParallelElements, [&](Items& items) {
     std::vector<float> buffer(sum ? 0 : size);
-#pragma omp for schedule(static)
-    for (long t = 0; t < rows; t++) {
-      float* h = sum ? sum + t * size : buffer.data();
-      const float squares = add_and_square(x + t * x_stride, residual ? residual + t * residual_stride : nullptr, h, size);
-      scale_row(h, weight, 1.0f / sqrtf(squares / (float)size + eps), out + t * size, size);
-    }
-  }
+    for (long begin, end; items.take(&begin, &end);)
+      for (long t = begin; t < end; t++) {
+        float* h = sum ? sum + t * size : buffer.data();
+        const float squares =
+            add_and_square(x + t * x_stride, residual ? residual + t * residual_stride : nullptr, h, size);
+        scale_row(h, weight, 1.0f / sqrtf(squares / (float)size + eps), out + t * size, size);
+      }
+  });
 }
 
 // grad_h = grad_sum + r w g - h r^3 mean(h w g), and r = rsqrt(mean(h^2) + eps) for the weight's gradient.
@@ -84,25 +85,27 @@ RK_INLINE void rotate_heads(T* x, long heads, long head_dim, const float* cosine
   }
 }
 
-RK_INLINE v16f sigmoid(v16f x) { return 1.0f / (1.0f + vexp(-x)); }
+// From exp(-|x|), which cannot overflow. A NaN gives 0 here and is still in the factor x of every use.
+RK_INLINE v16f sigmoid(v16f x) {
+  const v16f e = exp_nonpositive(vmax(from_bits(as_bits(x) | 0x80000000u), splat(-100.0f)));
+  return select((v16i)(x >= 0.0f), splat(1.0f), e) / (1.0f + e);
+}
 
 template <typename T>
 void silu_rows(const T* x, long stride, T* out, long rows, long size) {
-#pragma omp parallel for schedule(static) if (rows * size > kParallelElements)
-  for (long t = 0; t < rows; t++) {
+  parallel_for(rows, rows * size > kParallelElements, [&](long t) {
     const T* gate = x + t * stride;
     for (long i = 0; i < size; i += 16) {
       const long count = size - i;
       const v16f g = load_lanes(gate + i, count), up = load_lanes(gate + size + i, count);
       store_lanes(out + t * size + i, g * sigmoid(g) * up, count);
     }
-  }
+  });
 }
 
 template <typename T>
 void silu_backward_rows(const T* grad, const T* x, long stride, T* grad_x, long rows, long size) {
-#pragma omp parallel for schedule(static) if (rows * size > kParallelElements)
-  for (long t = 0; t < rows; t++) {
+  parallel_for(rows, rows * size > kParallelElements, [&](long t) {
     const T* gate = x + t * stride;
     T* target = grad_x + t * 2 * size;
     for (long i = 0; i < size; i += 16) {
@@ -112,7 +115,7 @@ void silu_backward_rows(const T* grad, const T* x, long stride, T* grad_x, long 
       store_lanes(target + i, d * up * s * (1.0f + g * (1.0f - s)), count);
       store_lanes(target + size + i, d * g * s, count);
     }
-  }
+  });
 }
 
 }  // namespace
@@ -140,19 +143,19 @@ extern "C" void rk_rms_norm_backward(const void* grad, int grad_dtype, const flo
       typedef RK_ELEMENT(wp) W;
       with_dtype(x_dtype, [&](auto* xp) {
         typedef RK_ELEMENT(xp) X;
-#pragma omp parallel for schedule(static) if (rows * size > kParallelElements)
-        for (long t = 0; t < rows; t++)
+        parallel_for(rows, rows * size > kParallelElements, [&](long t) {
           inverse_rms[t] = rms_norm_backward_row((const G*)grad + t * size, grad_sum ? grad_sum + t * size : nullptr,
                                                  h + t * size, (const W*)weight, eps,
                                                  grad_x ? (X*)grad_x + t * size : nullptr,
                                                  grad_residual ? grad_residual + t * size : nullptr, size);
+        });
       });
     });
     if (!grad_weight) return;
     // Each column adds up over the rows in order, 64 columns to an item.
     constexpr long strip = 64;
-#pragma omp parallel for schedule(static) if (rows * size > kParallelElements)
-    for (long first = 0; first < size; first += strip) {
+    parallel_for((size + strip - 1) / strip, rows * size > kParallelElements, [&](long item) {
+      const long first = item * strip;
       v16f sums[strip / 16] = {};
       for (long t = 0; t < rows; t++)
         for (long i = first; i < size && i < first + strip; i += 16)
@@ -160,7 +163,7 @@ extern "C" void rk_rms_norm_backward(const void* grad, int grad_dtype, const flo
               load_lanes((const G*)grad + t * size + i, size - i) * load_lanes(h + t * size + i, size - i) * inverse_rms[t];
       for (long i = first; i < size && i < first + strip; i += 16)
         store_lanes(grad_weight + i, sums[(i - first) / 16], size - i);
-    }
+    });
   });
 }
 
@@ -172,12 +175,11 @@ extern "C" long rk_rotary(void* q, long q_row, long q_heads, void* k, long k_row
     if (positions[t] < 0 || positions[t] >= max_positions) return t + 1;
   with_dtype(dtype, [&](auto* p) {
     typedef RK_ELEMENT(p) T;
-#pragma omp parallel for schedule(static) if (rows * (q_heads + k_heads) * head_dim > kParallelElements)
-    for (long t = 0; t < rows; t++) {
+    parallel_for(rows, rows * (q_heads + k_heads) * head_dim > kParallelElements, [&](long t) {
       const float* cosine = cos_sin + positions[t] * head_dim;
       rotate_heads((T*)q + t * q_row, q_heads, head_dim, cosine, cosine + head_dim / 2, direction);
       rotate_heads((T*)k + t * k_row, k_heads, head_dim, cosine, cosine + head_dim / 2, direction);
-    }
+    });
   });
   return 0;
 }

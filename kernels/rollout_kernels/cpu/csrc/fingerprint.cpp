@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -72,20 +73,20 @@ extern "C" uint64_t rk_fingerprint(const void* data, long rows, long row_bytes, 
   const long total = rows * row_bytes, chunks = (total + kChunk - 1) / kChunk;
   const bool contiguous = rows <= 1 || row_stride == row_bytes;
   std::vector<uint64_t> hashes((size_t)chunks);
-#pragma omp parallel if (chunks >= 64)  // 4 MiB: for less, waking threads costs more than it saves
-  {
+  // Below 4 MiB waking threads costs more than it saves.
+  parallel_items(chunks, 16, chunks >= 64, [&](Items& items) {
     std::vector<char> buffer(contiguous ? 0 : kChunk);
-#pragma omp for schedule(dynamic, 16)
-    for (long c = 0; c < chunks; c++) {
-      const long first = c * kChunk, size = total - first < kChunk ? total - first : kChunk;
-      const char* source = (const char*)data + first;
-      if (!contiguous) {
-        gather((const char*)data, row_bytes, row_stride, first, size, buffer.data());
-        source = buffer.data();
+    for (long begin, end; items.take(&begin, &end);)
+      for (long c = begin; c < end; c++) {
+        const long first = c * kChunk, size = total - first < kChunk ? total - first : kChunk;
+        const char* source = (const char*)data + first;
+        if (!contiguous) {
+          gather((const char*)data, row_bytes, row_stride, first, size, buffer.data());
+          source = buffer.data();
+        }
+        hashes[c] = hash_chunk(source, size);
       }
-      hashes[c] = hash_chunk(source, size);
-    }
-  }
+  });
   uint64_t h = kSeed;
   for (long c = 0; c < chunks; c++) h = fold(h, hashes[c]);
   h = fold(h, (uint64_t)total);

@@ -3,9 +3,8 @@
 // The lanes of an accumulator run over K (32 bfloat16 pairs-of-pairs, or 16 floats, a step), one accumulator an
 // output, and end in one fixed tree of additions. Register tiles of several rows and columns share loads only, so an
 // output has the same bits whatever stands beside it. Weights are read where the checkpoint's layout has them.
-#include <omp.h>
-
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -173,7 +172,7 @@ void multiply(const Problem& p, long T, long N) {
   long rows = (24 * 1024 / row_bytes) / 4 * 4;
   rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
   if (T <= 16) rows = 16;
-  long threads = omp_get_max_threads();
+  const long threads = num_threads();
   long columns = (256 * 1024 / row_bytes) / 16 * 16;
   columns = columns < 16 ? 16 : columns;
   long share = round_up((N + threads - 1) / threads, 16);
@@ -189,13 +188,13 @@ void multiply(const Problem& p, long T, long N) {
   long strips = 1;
   while (num_column_blocks * strips < threads * 2 && T / (strips * 2) >= rows) strips *= 2;
   const long strip = round_up((T + strips - 1) / strips, rows);
-#pragma omp parallel for schedule(static) collapse(2)
-  for (long j = 0; j < num_column_blocks; j++)
-    for (long s = 0; s < strips; s++) {
-      long end = (s + 1) * strip < T ? (s + 1) * strip : T;
+  parallel_items(num_column_blocks * strips, 1, true, [&](Items& items) {
+    for (long item, unused; items.take(&item, &unused);) {
+      const long j = item / strips, s = item % strips, end = (s + 1) * strip < T ? (s + 1) * strip : T;
       for (long r = s * strip; r < end; r += rows)
         block<Type>(p, r, r + rows < end ? r + rows : end, j * columns, (j + 1) * columns < N ? (j + 1) * columns : N);
     }
+  });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Writing keys and values into the tiled cache, and copying whole blocks within or between caches. Tiles are laid out as
 // `attention.cpp` describes.
 #include "common.h"
+#include "threads.h"
 
 namespace {
 
@@ -28,10 +29,10 @@ template <typename T, int Inner>
 void write_tokens(const void* k, long k_row, long k_head, const void* v, long v_row, long v_head, void* k_cache,
                   void* v_cache, const long* slots, long tokens, long heads, long head_dim) {
   const long padded_dim = (head_dim + kTile - 1) / kTile * kTile;
-#pragma omp parallel for schedule(static) if (tokens * heads * head_dim > kParallelElements)
-  for (long t = 0; t < tokens; t++)
+  parallel_for(tokens, tokens * heads * head_dim > kParallelElements, [&](long t) {
     write_token<T, Inner>((const T*)k + t * k_row, (const T*)v + t * v_row, k_head, v_head, (T*)k_cache, (T*)v_cache,
                           slots[t], heads, head_dim, padded_dim);
+  });
 }
 
 }  // namespace
@@ -54,9 +55,9 @@ extern "C" long rk_write_kv(const void* k, long k_row, long k_head, const void* 
 // block is `block_bytes[c]` bytes of cache c.
 extern "C" void rk_copy_blocks(void* const* sources, void* const* destinations, const long* block_bytes, long num_caches,
                                const long* pairs, long num_pairs) {
-#pragma omp parallel for schedule(static) if (num_pairs > 1)
-  for (long c = 0; c < num_caches; c++)
+  parallel_for(num_caches, num_pairs > 1, [&](long c) {
     for (long i = 0; i < num_pairs; i++)
       memmove((char*)destinations[c] + pairs[2 * i + 1] * block_bytes[c],
               (const char*)sources[c] + pairs[2 * i] * block_bytes[c], (size_t)block_bytes[c]);
+  });
 }

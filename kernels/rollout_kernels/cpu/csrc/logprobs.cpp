@@ -2,33 +2,13 @@
 #include <vector>
 
 #include "softmax_row.h"
+#include "threads.h"
 
 namespace {
-
-const v16i kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 RK_INLINE v16f load_logits(const float* x, long count) {
   if (count >= 16) return load(x);
   return select((v16i)(kLaneIndex < (int)count), load_partial(x, count), splat(-__builtin_inff()));
-}
-
-// exp for t <= 0, within about 1 ulp; exactly 1 at 0 and exactly 0 below -87.3. Shorter than `vexp`, which must also
-// serve NaN and large values: cut off the integer n of t / ln 2, and add n to the exponent of the polynomial's value.
-RK_INLINE v16f exp_nonpositive(v16f t) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
-  const v16f shifted = t * 1.44269504088896341f + magic;
-  const v16f n = shifted - magic;
-  v16f r = t - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  v16f p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const v16f result = from_bits(as_bits(p) + (as_bits(shifted) << 23));
-  return (v16f)((v16i)result & (v16i)(t >= -87.3f));
 }
 
 }  // namespace
@@ -117,8 +97,7 @@ extern "C" long rk_token_logprobs(const float* logits, long row_stride, const lo
                                   float temperature, float* logprobs, float* entropy, long rows, long size) {
   for (long r = 0; r < rows; r++)
     if (const int problem = check_row(token_ids, temperatures, temperature, r, size)) return 4 * (r + 1) + problem;
-#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
-  for (long r = 0; r < rows; r++) {
+  parallel_for(rows, true, [&](long r) {
     const float* x = logits + r * row_stride;
     const float inverse = inverse_temperature(temperatures ? temperatures[r] : temperature);
     float maximum;
@@ -130,7 +109,7 @@ extern "C" long rk_token_logprobs(const float* logits, long row_stride, const lo
       logprobs[r] = kNotANumber;
       if (entropy) entropy[r] = kNotANumber;
     }
-  }
+  });
   return 0;
 }
 
@@ -140,14 +119,12 @@ extern "C" void rk_token_logprobs_backward(const float* logits, long row_stride,
                                            int out_dtype, long rows, long size) {
   with_dtype(out_dtype, [&](auto* p) {
     typedef RK_ELEMENT(p) T;
-#pragma omp parallel if (rows > 1)
-    {
+    parallel_items(rows, 1, true, [&](Items& items) {
       std::vector<float> exponentials((size + 15) / 16 * 16);
-#pragma omp for schedule(dynamic, 1)
-      for (long r = 0; r < rows; r++)
+      for (long r, end; items.take(&r, &end);)
         logprob_gradient(logits + r * row_stride, size, token_ids[r],
                          inverse_temperature(temperatures ? temperatures[r] : temperature), grad[r], exponentials.data(),
                          (T*)out + r * size);
-    }
+    });
   });
 }
