@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def nan_caches(
     return torch.full(k_shape, torch.nan, dtype=dtype), torch.full(v_shape, torch.nan, dtype=dtype)
 
 
-def draw_arguments(draws: int, **values: float | int | torch.Tensor) -> dict[str, torch.Tensor]:
+def draw_arguments(draws: int, **values: float | int | torch.Tensor) -> dict[str, Any]:
     """Arguments of `sample` for that many draws: defaults are temperature 1, no filters, positions 0, 1, 2, ..."""
     dtypes = {
         "temperature": torch.float32,
