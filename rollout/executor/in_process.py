@@ -59,7 +59,5 @@ def _worker_class(extension: str | None) -> type[Worker]:
         raise ValueError(f"worker_extension_cls={extension!r} is not valid: {error}") from error
     clashes = sorted(name for name in vars(extension_class) if not name.startswith("__") and hasattr(Worker, name))
     if clashes:
-        raise ValueError(
-            f"worker_extension_cls={extension!r} would replace: {', '.join(clashes)}"
-        )
+        raise ValueError(f"worker_extension_cls={extension!r} would replace: {', '.join(clashes)}")
     return type("ExtendedWorker", (Worker, extension_class), {})

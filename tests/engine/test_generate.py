@@ -133,7 +133,14 @@ def test_text_ids_dicts_and_messages_are_prompts(tmp_path: Path) -> None:
     ids = tokenizer("ab c").input_ids
     same = [
         llm.generate(form, params)[0]
-        for form in ("ab c", {"prompt": "ab c"}, ids, {"prompt_token_ids": ids}, np.array(ids), torch.tensor(ids).tolist())
+        for form in (
+            "ab c",
+            {"prompt": "ab c"},
+            ids,
+            {"prompt_token_ids": ids},
+            np.array(ids),
+            torch.tensor(ids).tolist(),
+        )
     ]
     assert all(output.prompt_token_ids == ids for output in same)
     assert len({tuple(output.outputs[0].token_ids) for output in same}) == 1

@@ -67,7 +67,7 @@ def test_a_seeded_request_is_the_same_alone_and_in_any_company(tmp_path: Path) -
     neighbour = SamplingParams(max_tokens=30, ignore_eos=True)
     filtered = SamplingParams(max_tokens=30, top_p=0.5, top_k=3, ignore_eos=True)
     seeded_neighbour = SamplingParams(max_tokens=30, seed=9, ignore_eos=True)
-    for config in ({}, {"max_num_batched_tokens": 8}, {"kv_cache_memory": 90_000, "block_size": 4}):
+    for config in ({}, {"max_num_batched_tokens": 8}, {"kv_cache_memory": 120_000, "block_size": 4}):
         for params in (neighbour, filtered, seeded_neighbour):
             for count in (1, 15):
                 llm = LLM(folder, **({"kv_cache_memory": "8MiB"} | config))
