@@ -48,7 +48,7 @@ class Worker:
         self.config = config
         self.device = torch.device("cpu")
         self.folder = folder
-        self.backend = rollout_kernels.set_backend(config.kernels)
+        rollout_kernels.set_backend(config.kernels)
         model_config = read_config(folder)
         self.dtype = resolve_dtype(config.dtype, model_config)
         self.model = build_model(model_config, self.dtype)

@@ -131,17 +131,8 @@ def test_text_ids_dicts_and_messages_are_prompts(tmp_path: Path) -> None:
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     ids = tokenizer("ab c").input_ids
-    same = [
-        llm.generate(form, params)[0]
-        for form in (
-            "ab c",
-            {"prompt": "ab c"},
-            ids,
-            {"prompt_token_ids": ids},
-            np.array(ids),
-            torch.tensor(ids).tolist(),
-        )
-    ]
+    forms: list[Any] = ["ab c", {"prompt": "ab c"}, ids, {"prompt_token_ids": ids}, np.array(ids), tuple(ids)]
+    same = [llm.generate(form, params)[0] for form in forms]
     assert all(output.prompt_token_ids == ids for output in same)
     assert len({tuple(output.outputs[0].token_ids) for output in same}) == 1
     assert same[0].prompt == "ab c" and same[2].prompt is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,10 +68,16 @@ def test_a_seeded_request_is_the_same_alone_and_in_any_company(tmp_path: Path) -
     neighbour = SamplingParams(max_tokens=30, ignore_eos=True)
     filtered = SamplingParams(max_tokens=30, top_p=0.5, top_k=3, ignore_eos=True)
     seeded_neighbour = SamplingParams(max_tokens=30, seed=9, ignore_eos=True)
-    for config in ({}, {"max_num_batched_tokens": 8}, {"kv_cache_memory": 120_000, "block_size": 4}):
+    configs: tuple[dict[str, Any], ...] = (
+        {},
+        {"max_num_batched_tokens": 8},
+        {"kv_cache_memory": 120_000, "block_size": 4},
+    )
+    for config in configs:
         for params in (neighbour, filtered, seeded_neighbour):
             for count in (1, 15):
-                llm = LLM(folder, **({"kv_cache_memory": "8MiB"} | config))
+                options: dict[str, Any] = {"kv_cache_memory": "8MiB"} | config
+                llm = LLM(folder, **options)
                 others = [[60 + i, 3] for i in range(count)]
                 first = llm.generate([prompt, *others], [seeded] + [params] * count)[0].outputs[0]
                 last = llm.generate([*others, prompt], [params] * count + [seeded])[-1].outputs[0]

@@ -30,7 +30,7 @@ def make_sample(
         completion_token_ids=completion_token_ids,
         text=text,
         finish_reason=finish_reason,
-        sampled_logprobs=np.float32(-1 - 0.5 * np.arange(count)),
+        sampled_logprobs=(-1 - 0.5 * np.arange(count)).astype(np.float32),
         entropy=np.ones(count, dtype=np.float32),
         seed=0,
         sample_index=0,

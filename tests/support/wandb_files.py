@@ -30,7 +30,7 @@ def read_records(path: Path) -> list[Any]:
         assert zlib.crc32(payload, zlib.crc32(bytes([kind]))) == checksum, "a record is damaged"
         parts = payload if kind in (FULL, FIRST) else parts + payload
         if kind in (FULL, LAST):
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made at import
             record.ParseFromString(parts)
             records.append(record)
     return records

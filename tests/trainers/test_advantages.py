@@ -27,7 +27,7 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero():
 
 def test_unscaled_advantages_are_differences_to_the_group_mean():
     advantages, _ = group_advantages(REWARDS, 4, "none")
-    np.testing.assert_array_equal(advantages[:4], np.float32([0.5, -0.5, -0.5, 0.5]))
+    np.testing.assert_array_equal(advantages[:4], np.array([0.5, -0.5, -0.5, 0.5], np.float32))
 
 
 def test_batch_std_divides_every_group_by_the_same_number():

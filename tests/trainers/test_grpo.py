@@ -73,6 +73,7 @@ def test_training_raises_the_reward_and_every_step_starts_on_policy(model: Path,
     assert [row["policy_version"] for row in rows] == list(range(1, 26))
     first, last = [sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:])]
     assert last > first + 0.2, (first, last)
+    assert all(row["perf/sleep_released_gb"] > 0 for row in rows)
     for name in ("gen", "reward", "sleep", "train", "sync", "wake", "step"):
         assert rows[0][f"timing_s/{name}"] >= 0
     for name in ("entropy", "grad_norm", "loss", "completions/mean_length", "engine/prefix_cache_hit_rate"):
@@ -189,6 +190,13 @@ tracking: {{wandb: offline}}
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Untrained, held out" in page
     assert "final_number" in page
+    samples = read_json_lines(tmp_path / "run" / "samples.jsonl")
+    assert {(sample["step"], sample["split"]) for sample in samples} == {
+        (0, "held out"),
+        (1, "train"),
+        (2, "train"),
+        (2, "held out"),
+    }
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert (tmp_path / "run" / "reward.png").is_file()
     with pytest.raises(ValueError, match=r"unknown name 'stepz'; did you mean 'steps'"):

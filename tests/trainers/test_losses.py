@@ -16,6 +16,11 @@ def aggregate(rows: list[torch.Tensor], denominators: Denominators, mode: str) -
     return (torch.cat(rows) * weights).sum()
 
 
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 # case TR-03
 @pytest.mark.parametrize(("mode", "expected"), MODES.items())
 def test_aggregation_has_the_same_value_and_gradient_for_any_split_into_micro_batches(mode: str, expected: float):
@@ -33,7 +38,7 @@ def test_aggregation_has_the_same_value_and_gradient_for_any_split_into_micro_ba
         total += part.item()
     assert total == pytest.approx(expected, abs=1e-7)
     for one, other in zip(whole, split, strict=True):
-        assert torch.equal(one.grad, other.grad)
+        assert torch.equal(gradient_of(one), gradient_of(other))
 
 
 # case TR-03
@@ -62,7 +67,7 @@ def test_clipped_loss_at_ratio_one_is_the_policy_gradient():
     loss, counts = clipped_policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
     assert torch.equal(loss, -advantages)
     loss.sum().backward()
-    assert torch.equal(logprobs.grad, -advantages)
+    assert torch.equal(gradient_of(logprobs), -advantages)
     assert (counts.low, counts.high) == (0, 0)
 
 
@@ -74,7 +79,7 @@ def test_clipping_stops_the_gradient_only_where_leaving_the_range_is_rewarded():
     loss.sum().backward()
     expected = torch.tensor([-1.28, 1.5, -0.5, 0.8])
     torch.testing.assert_close(loss.detach(), expected)
-    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 1.5, -0.5, 0.0]))
+    torch.testing.assert_close(gradient_of(logprobs), torch.tensor([0.0, 1.5, -0.5, 0.0]))
     assert (counts.low, counts.high) == (1, 1)
 
 
@@ -83,12 +88,12 @@ def exact_kl_and_gradients() -> tuple[torch.Tensor, ...]:
     logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
 
-    def gradient_of(function) -> torch.Tensor:
+    def slope(function) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(function(logits.log_softmax(0)), logits)
         return gradient
 
-    forward = gradient_of(lambda p: (p.exp() * (p - reference)).sum())
-    reverse = gradient_of(lambda p: (reference.exp() * (reference - p)).sum())
+    forward = slope(lambda p: (p.exp() * (p - reference)).sum())
+    reverse = slope(lambda p: (reference.exp() * (reference - p)).sum())
     value = (logits.log_softmax(0).exp() * (logits.log_softmax(0) - reference)).sum().detach()
     return logits, reference, value, forward, reverse
 
@@ -119,9 +124,7 @@ def test_masked_tokens_add_nothing_to_the_kl_whatever_their_logprobs(estimator: 
     estimates = kl_estimate(logprobs, reference, estimator, mask)  # type: ignore[arg-type]
     estimates.sum().backward()
     assert estimates[1].item() == 0.0
-    assert logprobs.grad is not None
-    assert logprobs.grad[1].item() == 0.0
+    assert gradient_of(logprobs)[1].item() == 0.0
     alone = torch.tensor([-1.0], requires_grad=True)
     kl_estimate(alone, reference[:1], estimator).sum().backward()  # type: ignore[arg-type]
-    assert alone.grad is not None
-    assert torch.equal(logprobs.grad[:1], alone.grad)
+    assert torch.equal(gradient_of(logprobs)[:1], gradient_of(alone))

@@ -44,6 +44,7 @@ class GRPOTrainer:
         self.optimizer = MasterAdamW(policy.model.named_parameters(), config.optimizer)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
+        self.released_bytes = 0  # by the engine, for the last training phase
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples and metrics."""
@@ -67,7 +68,8 @@ class GRPOTrainer:
         metrics = sample_metrics(samples, groups) | statistics.metrics(self.config.algorithm.kl_coefficient > 0)
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
-        return samples, metrics | {"num_tokens": float(self.num_tokens), "policy_version": float(step)}
+        metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
+        return samples, metrics | {"perf/sleep_released_gb": self.released_bytes / 2**30}
 
     def rollouts(self, step: int) -> list[Sample]:
         """The step's groups, group after group."""
@@ -167,7 +169,7 @@ class GRPOTrainer:
     def suspend_engine(self) -> None:
         """Gives the KV pool's memory to the training phase, where the recipe wants that."""
         if self.config.engine.sleep:
-            self.engine.sleep(level=1)
+            self.released_bytes = self.engine.sleep(level=1).total_released
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified."""

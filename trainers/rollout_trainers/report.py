@@ -156,7 +156,7 @@ function show() {{
   field("list").replaceChildren(...chosen.slice(0, 200).map(s => {{
     const box = element("div", "", "sample" + (s.reward > 0 ? " good" : ""));
     const facts = Object.entries(s.columns).map(([k, v]) => k + " " + v);
-    facts.unshift("step " + s.step, "reward " + s.reward, "advantage " + s.advantage.toFixed(2),
+    facts.unshift("step " + s.step, s.split, "reward " + s.reward, "advantage " + s.advantage.toFixed(2),
       s.num_tokens + " tokens", s.finish_reason);
     box.append(element("small", facts.join(" · ")), element("pre", s.prompt), element("pre", s.completion));
     return box;

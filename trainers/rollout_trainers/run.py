@@ -157,7 +157,7 @@ class Session:
             samples, metrics = self.trainer.step(step)
             self.tracker.log(step, metrics)
             if step % config.tracking.sample_every == 0 or step in (1, config.steps):
-                self.tracker.log_samples(step, self._rows(step, samples))
+                self.tracker.log_samples(step, self._rows(step, samples, "train"))
             self.progress.update(step, _progress_fields(metrics))
             self.last_step = step
             every = config.evaluation.every
@@ -195,8 +195,9 @@ class Session:
     def _evaluate(self, step: int) -> None:
         if not self.trainer.task.evaluation:
             return
-        _, self.evaluations[step] = self.trainer.evaluate()
+        samples, self.evaluations[step] = self.trainer.evaluate()
         self.tracker.log(step, self.evaluations[step].metrics())
+        self.tracker.log_samples(step, self._rows(step, samples, "held out"))
         self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
 
     def _save(self, step: int) -> None:
@@ -214,7 +215,7 @@ class Session:
             self.config.checkpoint.keep,
         )
 
-    def _rows(self, step: int, samples: Sequence[Sample]) -> list[SampleRow]:
+    def _rows(self, step: int, samples: Sequence[Sample], split: str) -> list[SampleRow]:
         return [
             SampleRow(
                 step=step,
@@ -225,6 +226,7 @@ class Session:
                 num_tokens=sample.num_tokens,
                 finish_reason=sample.finish_reason,
                 columns=dict(sample.example.columns),
+                split=split,
             )
             for sample in samples[: self.config.tracking.samples]
         ]

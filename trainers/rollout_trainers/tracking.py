@@ -19,7 +19,17 @@ from rollout_trainers.types import SampleRow
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-SAMPLE_COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason", "columns")
+SAMPLE_COLUMNS = (
+    "step",
+    "prompt",
+    "completion",
+    "reward",
+    "advantage",
+    "num_tokens",
+    "finish_reason",
+    "columns",
+    "split",
+)
 
 
 class Timers:

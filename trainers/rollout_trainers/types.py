@@ -76,3 +76,4 @@ class SampleRow:
     num_tokens: int
     finish_reason: str
     columns: dict[str, Any]
+    split: str = "train"  # or "held out"

@@ -1,8 +1,9 @@
 """Compiles the C++ kernels on first use, for this machine's own instruction set, and loads them.
 
 The library is cached by everything that decides its bytes: the sources, the compiler, the flags and the CPU. It brings
-its own team of threads (`csrc/threads.h`), so torch's OpenMP runtime stays the only one in the process. Concurrent processes wait for one another at a file lock and the finished library appears by an atomic rename,
-so that nobody ever loads half a file.
+its own team of threads (`csrc/threads.h`), so torch's OpenMP runtime stays the only one in the process. Concurrent
+processes wait for one another at a file lock and the finished library appears by an atomic rename, so that nobody ever
+loads half a file.
 """
 
 from __future__ import annotations
