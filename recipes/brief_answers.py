@@ -19,12 +19,12 @@ VALUES: dict[str, Any] = {
     "steps": 40,
     "task": {
         "name": "reasoning_gym",
-        "parameters": {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-        "train_size": 1000,
+        "parameters": {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        "train_size": 100,
         "eval_size": 100,
     },
-    "sampling": {"max_tokens": 32},
-    "optimizer": {"learning_rate": 5e-6, "warmup_steps": 3},
+    "sampling": {"max_tokens": 24},
+    "optimizer": {"learning_rate": 3e-5, "warmup_steps": 3},
     "engine": {"max_model_len": 512, "kv_cache_memory": "256 MiB"},
 }
 
