@@ -151,9 +151,15 @@ class BlockPool:
             block.block_hash = None
 
     def withdraw_all(self) -> None:
-        """Makes every block not hittable; who holds which block does not change."""
+        """Makes every block not hittable; who holds which block does not change.
+
+        Free ones go to the front of the queue: their memory is warm, that of blocks never used is not there yet.
+        """
         for block in self.index.clear():
             block.block_hash = None
+            if block.ref_count == 0:
+                self.free_queue.remove(block)
+                self.free_queue.push_front(block)
 
     def check_integrity(self, expected_ref_counts: Mapping[int, int] | None = None) -> None:
         """Recounts everything: links, reference counts (against the holders' own list), free blocks and the index.

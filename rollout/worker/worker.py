@@ -138,11 +138,14 @@ class Worker:
 
     def _allocate_pool(self) -> None:
         size = self.pool
-        slab = Slab("kv_cache", size.num_blocks * size.block_bytes + 64 * 2 * self.model.shape.num_hidden_layers)
+        # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
+        # 2 MiB for each layer, after every sleep again.
+        padding = 128 * self.model.shape.num_hidden_layers
+        slab = Slab("kv_cache", size.num_blocks * size.block_bytes + padding, huge_pages=False)
         self.ledger.register("kv_cache", slab)
         self.runner.kv_caches = self._caches(size.num_blocks, slab)
         if size.num_host_blocks:
-            host = Slab("swap", size.num_host_blocks * size.block_bytes + 128 * self.model.shape.num_hidden_layers)
+            host = Slab("swap", size.num_host_blocks * size.block_bytes + padding, huge_pages=False)
             self.ledger.register("swap", host)
             self.runner.host_caches = self._caches(size.num_host_blocks, host)
 

@@ -152,6 +152,13 @@ RK_INLINE void score_rows(const Arguments& a, const typename Type::element* q, c
         for (int r = 0; r < Rows; r++)
           acc[r][t] = Type::multiply_add(acc[r][t], q + r * a.padded_dim + d, keys[t] + d * kTile);
   }
+  long least = kGroup;
+  for (int r = 0; r < Rows; r++) least = visible[r] < least ? visible[r] : least;
+  if (least >= kGroup) {
+    for (int r = 0; r < Rows; r++)
+      for (int t = 0; t < kGroupTiles; t++) store(scores + r * kGroup + t * kTile, acc[r][t] * a.scale);
+    return;
+  }
   for (int r = 0; r < Rows; r++)
     for (int t = 0; t < kGroupTiles; t++) {
       v16i hidden = (v16i)(lanes + t * kTile >= (int)(visible[r] > kGroup ? kGroup : visible[r]));
@@ -188,24 +195,27 @@ void attend_rows(const Arguments& a, Scratch<Type>& scratch, int row, const long
   element* probabilities = scratch.probabilities.data();
   float* out = scratch.out.data() + row * a.padded_dim;
   score_rows<Type, Rows>(a, scratch.q.data() + row * a.padded_dim, keys, visible, scores);
-  float factor[Rows];
+  float factor[kTile] = {};
   long most = 0;
   for (int r = 0; r < Rows; r++) {
     most = visible[r] > most ? visible[r] : most;
-    v16f s[kGroupTiles];
-    for (int t = 0; t < kGroupTiles; t++) s[t] = load(scores + r * kGroup + t * kTile);
-    const float group_maximum = horizontal_max(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
+    const float* s = scores + r * kGroup;
+    const float group_maximum =
+        horizontal_max(vmax(vmax(load(s), load(s + kTile)), vmax(load(s + 2 * kTile), load(s + 3 * kTile))));
     const float old = scratch.maximum[row + r];
     const float maximum = group_maximum > old ? group_maximum : old;
-    factor[r] = sexp(old - maximum);
+    factor[r] = old - maximum;
+    scratch.maximum[row + r] = maximum;
+  }
+  store(factor, vexp(load(factor)));
+  for (int r = 0; r < Rows; r++) {
     v16f sum[kGroupTiles];
     for (int t = 0; t < kGroupTiles; t++) {
       element* target = probabilities + r * kGroup + t * kTile;
-      store(target, vexp(s[t] - maximum));
+      store(target, vexp(load(scores + r * kGroup + t * kTile) - scratch.maximum[row + r]));
       sum[t] = load(target);  // what the product below really uses
     }
     scratch.total[row + r] = scratch.total[row + r] * factor[r] + horizontal_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    scratch.maximum[row + r] = maximum;
   }
   const int tiles = most >= kGroup ? kGroupTiles : (int)((most + kTile - 1) / kTile);
   long d = 0;

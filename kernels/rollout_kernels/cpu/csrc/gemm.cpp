@@ -89,9 +89,31 @@ RK_INLINE float read_scalar(const char* base, int dtype, long i) {
   return dtype == RK_BFLOAT16 ? bf16_to_float(((const bf16*)base)[i]) : ((const float*)base)[i];
 }
 
-// One register tile: `Rows` rows of x against `Columns` rows of the weight. `prefetch` is what the next tile reads.
+// Writes a tile's sums, `Columns` neighbours to each of its rows.
+template <int Rows, int Columns, typename Element, typename Vector>
+RK_INLINE void scatter_rows(Element* out, long stride, Vector sums) {
+  Element values[16];
+  memcpy(values, &sums, sizeof values);
+  for (int r = 0; r < Rows; r++) memcpy(out + r * stride, values + r * Columns, Columns * sizeof(Element));
+}
+
+constexpr long kAhead = 4;  // columns between what is computed and what is prefetched
+
+// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K.
+struct Prefetch {
+  const char* next;
+  int lines;
+};
+
+RK_INLINE void prefetch_some(Prefetch& ahead) {
+  if (ahead.lines == 0) return;
+  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, 3);
+  ahead.next += 64 * ahead.lines;
+}
+
+// One register tile: `Rows` rows of x against `Columns` rows of the weight.
 template <typename Type, int Rows, int Columns>
-RK_INLINE void tile(const Problem& p, long row, long column, const char* prefetch, long prefetch_stride) {
+RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
   typedef typename Type::element element;
   typedef typename Type::accumulator accumulator;
   const element* x[Rows];
@@ -103,9 +125,9 @@ RK_INLINE void tile(const Problem& p, long row, long column, const char* prefetc
   for (; k + Type::step <= p.K; k += Type::step) {
     typename Type::vector xs[Rows];
     for (int r = 0; r < Rows; r++) xs[r] = Type::load_full(x[r] + k);
+    prefetch_some(ahead);
     for (int c = 0; c < Columns; c++) {
       typename Type::vector ws = Type::load_full(w[c] + k);
-      if (prefetch) __builtin_prefetch(prefetch + c * prefetch_stride + k * (long)sizeof(element), 0, 3);
       for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
     }
   }
@@ -117,49 +139,48 @@ RK_INLINE void tile(const Problem& p, long row, long column, const char* prefetc
       for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
     }
   }
-  constexpr int outputs = Rows * Columns;
-  float sums[(outputs + 15) / 16 * 16];
-  for (int base = 0; base < outputs; base += 16) {
-    accumulator group[16] = {};
-    for (int i = 0; i < 16 && base + i < outputs; i++) group[i] = acc[base + i];
-    store(sums + base, reduce16(group));
+  static_assert(Rows * Columns <= 16, "a tile's sums fill one vector");
+  accumulator group[16] = {};
+  for (int i = 0; i < Rows * Columns; i++) group[i] = acc[i];
+  v16f sums = reduce16(group);
+  if (p.bias) {
+    float bias[16] = {};
+    for (int i = 0; i < Rows * Columns; i++) bias[i] = read_scalar(p.bias, p.bias_dtype, column + i % Columns);
+    sums += load(bias);
   }
-  for (int r = 0; r < Rows; r++)
-    for (int c = 0; c < Columns; c++) {
-      float value = sums[r * Columns + c];
-      if (p.bias) value += read_scalar(p.bias, p.bias_dtype, column + c);
-      if (p.out_dtype == RK_BFLOAT16)
-        ((bf16*)p.out)[(row + r) * p.out_stride + column + c] = float_to_bf16(value);
-      else
-        ((float*)p.out)[(row + r) * p.out_stride + column + c] = value;
-    }
+  const long first = row * p.out_stride + column;
+  if (p.out_dtype == RK_BFLOAT16)
+    scatter_rows<Rows, Columns>((bf16*)p.out + first, p.out_stride, to_bf16(sums));
+  else
+    scatter_rows<Rows, Columns>((float*)p.out + first, p.out_stride, sums);
 }
 
 template <typename Type, int Columns>
-RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long column, const char* prefetch, long stride) {
-  // The prefetch of the next columns is spread over the rows: the first tile of each strip asks for them.
-  for (; row + 4 <= rows_end; row += 4, prefetch = nullptr) tile<Type, 4, Columns>(p, row, column, prefetch, stride);
+RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long column, const char* next_columns) {
+  // What the next columns need is asked for a little at a time, by the first tiles of this strip.
+  const long tiles = (rows_end - row + 3) / 4;
+  const int lines = tiles == 1 ? Columns : tiles <= 3 ? (Columns + 1) / 2 : (Columns + 3) / 4;
+  const char* end = next_columns + Columns * p.w_stride * (long)sizeof(typename Type::element);
+  Prefetch ahead = {next_columns, next_columns ? lines : 0};
+  for (; row + 4 <= rows_end; row += 4) {
+    tile<Type, 4, Columns>(p, row, column, ahead);
+    if (ahead.next >= end) ahead.lines = 0;
+  }
   switch (rows_end - row) {
-    case 3: tile<Type, 3, Columns>(p, row, column, prefetch, stride); break;
-    case 2: tile<Type, 2, Columns>(p, row, column, prefetch, stride); break;
-    case 1: tile<Type, 1, Columns>(p, row, column, prefetch, stride); break;
+    case 3: tile<Type, 3, Columns>(p, row, column, ahead); break;
+    case 2: tile<Type, 2, Columns>(p, row, column, ahead); break;
+    case 1: tile<Type, 1, Columns>(p, row, column, ahead); break;
   }
 }
 
 template <typename Type>
 void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
-  const long bytes = (long)sizeof(typename Type::element), stride = p.w_stride * bytes;
-  if (rows_end - row == 1) {
-    for (; column + 16 <= columns_end; column += 16) {
-      bool more = column + 32 <= columns_end;
-      tile<Type, 1, 16>(p, row, column, more ? p.w + (column + 16) * stride : nullptr, stride);
-    }
-  }
+  const long stride = p.w_stride * (long)sizeof(typename Type::element);
   for (; column + 4 <= columns_end; column += 4) {
-    bool more = column + 8 <= columns_end;
-    rows_of_tiles<Type, 4>(p, row, rows_end, column, more ? p.w + (column + 4) * stride : nullptr, stride);
+    const long next = column + kAhead;
+    rows_of_tiles<Type, 4>(p, row, rows_end, column, next + 4 <= columns_end ? p.w + next * stride : nullptr);
   }
-  for (; column < columns_end; column++) rows_of_tiles<Type, 1>(p, row, rows_end, column, nullptr, 0);
+  for (; column < columns_end; column++) rows_of_tiles<Type, 1>(p, row, rows_end, column, nullptr);
 }
 
 long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }

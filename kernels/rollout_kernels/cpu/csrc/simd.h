@@ -54,11 +54,15 @@ RK_INLINE v16f load(const bf16* p) {
   return from_bits(__builtin_convertvector(h, v16u) << 16);
 }
 RK_INLINE v16h to_bf16(v16f v) {
+#if defined(__AVX512BF16__)
+  return (v16h)_mm512_cvtneps_pbh((__m512)v);  // takes numbers below 2^-126 as zero
+#else
   v16u u = as_bits(v);
   v16u rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   v16i nan = (v16i)((u & 0x7fffffffu) > 0x7f800000u);
   rounded = (rounded & ~(v16u)nan) | (0x7fc0u & (v16u)nan);
   return __builtin_convertvector(rounded, v16h);
+#endif
 }
 RK_INLINE void store(bf16* p, v16f v) {
   v16h h = to_bf16(v);
@@ -79,28 +83,64 @@ RK_INLINE void store_partial(T* p, v16f v, long count) {
   memcpy(p, buffer, (size_t)count * sizeof(T));
 }
 
+#if defined(__AVX512F__)
+RK_INLINE v16f vmax(v16f a, v16f b) { return (v16f)_mm512_max_ps((__m512)a, (__m512)b); }
+RK_INLINE v16f vmin(v16f a, v16f b) { return (v16f)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 RK_INLINE v16f vmax(v16f a, v16f b) { return select((v16i)(a > b), a, b); }
 RK_INLINE v16f vmin(v16f a, v16f b) { return select((v16i)(a < b), a, b); }
+#endif
 
 // One fixed tree, so that a sum has the same bits wherever it is taken.
 RK_INLINE float horizontal_sum(v16f v) {
+#if defined(__AVX512F__)
+  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                                 _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)));
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+#else
   float a[16];
   store(a, v);
   float b[8], c[4];
   for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8];
   for (int i = 0; i < 4; i++) c[i] = b[i] + b[i + 4];
   return (c[0] + c[2]) + (c[1] + c[3]);
+#endif
 }
 RK_INLINE float horizontal_max(v16f v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float a[16];
   store(a, v);
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
   return a[0];
+#endif
 }
 
 // exp, about 1 ulp; exactly 0 below -87.3 (-inf included), +inf above 88.7; NaN stays NaN.
 // Range reduction to |r| <= ln(2)/2 and a polynomial of degree 6.
+#if defined(__AVX512F__)
+RK_INLINE v16f vexp(v16f x) {
+  const __m512 v = (__m512)x;
+  // With the constant first, these two give back a NaN.
+  const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-88.0f), v));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r);
+  p = _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), n);
+  return (v16f)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), p);
+}
+#else
 RK_INLINE v16f vexp(v16f x) {
   const float log2e = 1.44269504088896341f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -126,6 +166,7 @@ RK_INLINE v16f vexp(v16f x) {
   result = select((v16i)(x > 88.72284f), splat(__builtin_inff()), result);
   return select((v16i)(x != x), x, result);
 }
+#endif
 
 // log of positive normal numbers, about 1 ulp; log(0) = -inf; log(+inf) = +inf; negative and NaN give NaN.
 RK_INLINE v16f vlog(v16f x) {
