@@ -25,7 +25,8 @@ class EngineConfig:
 
     `kv_cache_memory` (bytes, or text such as "4GiB") gives the KV pool outright; otherwise the pool takes what
     `gpu_memory_utilization` of the device's memory leaves after weights and the measured peak of a forward pass.
-    `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`.
+    `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `num_threads` sets
+    the threads of torch and of the kernels, for the whole process.
     """
 
     model: str
@@ -69,6 +70,12 @@ class EngineConfig:
                 raise ValueError(f"kv_cache_memory={self.kv_cache_memory!r} is not valid: it must be above 0")
             object.__setattr__(self, "kv_cache_memory", size)
         object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
+        if int(self.swap_space) < 0:
+            raise ValueError(f"swap_space={self.swap_space!r} is not valid: it must be at least 0")
+        if self.preemption_mode == "recompute" and self.swap_space:
+            raise ValueError(
+                f"swap_space={self.swap_space!r} is not used with preemption_mode='recompute': leave it at 0"
+            )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ValueError("swap_space=0 is not valid with preemption_mode='swap': give it bytes, e.g. '1GiB'")
         if self.trust_remote_code:

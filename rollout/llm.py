@@ -17,7 +17,7 @@ from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
-from rollout.models.loader import iterate_checkpoint
+from rollout.models.loader import iterate_checkpoint, read_config
 from rollout.models.pretrained import resolve_model
 from rollout.outputs import RequestOutput, ScoreOutput
 from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
@@ -50,7 +50,9 @@ class LLM:
             self.engine = EngineCore(self.config, folder, on_tensor=lambda _: _advance(bar))
         self._folder = folder
         self._tokenizer = _load_tokenizer(Path(self.config.tokenizer or folder))
-        self._eos_token_ids = _eos_token_ids(folder, self._tokenizer)
+        if self.config.tokenizer is not None and self._tokenizer is None:
+            raise ValueError(f"tokenizer={self.config.tokenizer!r} is not valid: there is no tokenizer in this folder")
+        self._eos_token_ids = _eos_token_ids(folder, self._tokenizer, self.engine.vocab_size)
         self._lock = self.engine.lock
         self._numbers = itertools.count()
         self._groups: dict[str, Group] = {}
@@ -76,8 +78,13 @@ class LLM:
         `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
         """
         items = split_prompts(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
-        priorities = _one_each("priority", priority if priority is not None else 0, int, len(items))
+        params = _one_each(
+            "sampling_params",
+            SamplingParams() if sampling_params is None else sampling_params,
+            SamplingParams,
+            len(items),
+        )
+        priorities = self._priorities(priority, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._run(encoded, params, priorities, use_tqdm, on_invalid)
 
@@ -91,8 +98,13 @@ class LLM:
         """Queues prompts like `generate` and returns their request ids at once. `step` or `wait_for_completion` runs
         them."""
         items = split_prompts(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
-        priorities = _one_each("priority", priority if priority is not None else 0, int, len(items))
+        params = _one_each(
+            "sampling_params",
+            SamplingParams() if sampling_params is None else sampling_params,
+            SamplingParams,
+            len(items),
+        )
+        priorities = self._priorities(priority, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         with self._lock:
             groups, _ = self._admit(encoded, params, priorities, "raise")
@@ -118,7 +130,7 @@ class LLM:
     @property
     def num_unfinished(self) -> int:
         """Samples that are queued or running."""
-        return sum(group.num_unfinished for group in self._groups.values())
+        return sum(group.num_unfinished for group in list(self._groups.values()))
 
     def chat(
         self,
@@ -135,7 +147,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
         items = split_prompts(messages)  # type: ignore[arg-type]
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+        params = _one_each(
+            "sampling_params",
+            SamplingParams() if sampling_params is None else sampling_params,
+            SamplingParams,
+            len(items),
+        )
 
         def encode(item: Any) -> Prompt:
             ids = encode_chat(
@@ -188,7 +205,7 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
         """Gives memory back to the operating system and says how much each owner gave.
 
-        Level 1: the KV pool and workspaces; level 2: the weights too (kept where a trainer shares them). Requests in
+        Level 1: the KV pool and unused heap; level 2: the weights too (kept where a trainer shares them). Requests in
         flight end with finish reason "abort" and the tokens they have; a waiting `generate` returns them.
         """
         if mode != "abort":
@@ -287,7 +304,7 @@ class LLM:
             self.engine.abort(request_ids)
 
     def close(self) -> None:
-        """Ends requests in flight and gives all memory back. The engine cannot be used afterwards."""
+        """Ends requests in flight and gives the memory back, as `sleep(level=2)` does."""
         with self._lock:
             self.engine.sleep(2)
 
@@ -298,6 +315,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _priorities(self, priority: Sequence[int] | None, count: int) -> list[int]:
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise ValueError("priority is not used under scheduling_policy='fcfs': configure 'priority'")
+        return _one_each("priority", 0 if priority is None else priority, int, count)
 
     def _encode(self, items: list[PromptLike], encode: Callable[[PromptLike], Prompt]) -> list[Prompt]:
         prompts = []
@@ -441,13 +463,20 @@ class LLM:
         self._deliver(self.engine.step())
 
     def _deliver(self, updates: list[tuple[Request, list[int]]]) -> None:
-        for request, token_ids in updates:
+        """Hands updates to their groups, each exactly once, whatever the tokenizer makes of one of them."""
+        for index, (request, token_ids) in enumerate(updates):
             group = self._groups[request.group_id]
-            stop = group.append(request, token_ids)
-            if stop is not None:
-                self.engine.finish(request, FinishReason.STOP, stop)
-            if request.is_finished:
-                group.num_unfinished -= 1
+            delivered = False
+            try:
+                stop = group.append(request, token_ids)
+                if stop is not None:
+                    self.engine.finish(request, FinishReason.STOP, stop)
+                delivered = True
+            finally:
+                if request.is_finished:
+                    group.num_unfinished -= 1
+                if not delivered:
+                    self._deliver(updates[index + 1 :])
 
 
 def generate(
@@ -487,12 +516,13 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Every id that ends a sample: those of the generation config, else the config's, and the tokenizer's own."""
-    ids: set[int] = set()
+def _eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> frozenset[int]:
+    """Every id that ends a sample: those of the generation config, else of the config, and the tokenizer's own."""
     if (folder / "generation_config.json").is_file():
         configured = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        ids.update([configured] if isinstance(configured, int) else configured or ())
+    else:
+        configured = read_config(folder).eos_token_id
+    ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
     if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
         ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    return frozenset(token_id for token_id in ids if token_id < vocab_size)

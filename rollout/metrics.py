@@ -20,7 +20,7 @@ def engine_metrics(engine: EngineCore) -> dict[str, float]:
         "num_errors_total": counters.num_errors,
         "num_steps_total": counters.num_steps,
         "generation_tokens_total": counters.num_generated_tokens,
-        "prompt_tokens_total": counters.num_prefill_tokens,
+        "computed_tokens_total": counters.num_computed_tokens,
         "step_seconds_total": counters.step_seconds,
         "tokens_per_second": counters.num_generated_tokens / max(counters.step_seconds, 1e-9),
         "policy_version": engine.policy_version,

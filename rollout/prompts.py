@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
@@ -43,6 +44,8 @@ def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None)
         if unknown:
             raise ValueError(f"prompt keys {unknown} are not supported: 'prompt', 'prompt_token_ids', 'messages' are")
         salt = prompt.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise ValueError(f"cache_salt={salt!r} is not valid: it must be text")
         text = prompt.get("prompt")
         if "prompt_token_ids" in prompt:
             return Prompt(_check_ids(prompt["prompt_token_ids"]), text, salt)
@@ -51,6 +54,8 @@ def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None)
         if not isinstance(text, str):
             raise ValueError(f"prompt={text!r} is not valid: it must be text")
         return Prompt(_encode_text(text, tokenizer), text, salt)
+    if not isinstance(prompt, Iterable):
+        raise ValueError(f"prompt={prompt!r} is not valid: it must be text, token ids, messages or a dict of these")
     items = list(prompt)
     if items and all(_is_message(item) for item in items):
         return Prompt(encode_chat(items, tokenizer))  # type: ignore[arg-type]
@@ -70,16 +75,19 @@ def encode_chat(
     """Token ids of a conversation, by the tokenizer's chat template; the template alone writes special tokens."""
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, and the model's folder has none: give prompt_token_ids")
-    ids = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        chat_template=chat_template,
-        tools=tools,  # type: ignore[arg-type]
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tokenize=True,
-        return_dict=False,
-        **dict(chat_template_kwargs or {}),
-    )
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=chat_template,
+            tools=tools,  # type: ignore[arg-type]
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=False,
+            **dict(chat_template_kwargs or {}),
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
     return list(ids)  # type: ignore[arg-type]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_N = 16384
 MAX_SEED = 2**63 - 1
+_SMALLEST_TOP_P = 1e-30
 
 # Fields that users know from vLLM, with the value that means "not used". Setting one to anything else raises: a
 # parameter that is accepted and ignored would change what is sampled without anybody noticing.
@@ -26,6 +27,7 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "output_kind": (None,),
+    "spaces_between_special_tokens": (True,),
 }
 
 
@@ -96,10 +98,13 @@ class SamplingParams:
 
 
 def _normalise(params: SamplingParams) -> None:
-    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
-    object.__setattr__(params, "stop", stop)
-    ids = params.stop_token_ids
-    object.__setattr__(params, "stop_token_ids", tuple(dict.fromkeys(ids)) if ids is not None else ())
+    stop, ids = params.stop, params.stop_token_ids
+    if stop is not None and not isinstance(stop, (str, Sequence)):
+        _fail("stop", stop, "a string that is not empty, or a list of such strings")
+    if ids is not None and (isinstance(ids, str) or not isinstance(ids, (Sequence, Set))):
+        _fail("stop_token_ids", ids, "a list of token ids of the vocabulary (0 or more)")
+    object.__setattr__(params, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+    object.__setattr__(params, "stop_token_ids", tuple(dict.fromkeys(ids or ())))
     if params.top_k == -1:
         object.__setattr__(params, "top_k", 0)
 
@@ -138,6 +143,8 @@ def _check_numbers(params: SamplingParams) -> None:
     _check_real(params, "temperature", 0.0, 1e6)
     _check_real(params, "top_p", 0.0, 1.0, open_low=True)
     _check_real(params, "min_p", 0.0, 1.0)
+    if params.top_p < _SMALLEST_TOP_P:
+        _fail("top_p", params.top_p, f"from {_SMALLEST_TOP_P:g} to 1 (the kernels compute in float32)")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         _fail("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
 

@@ -10,6 +10,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ _TABLE = {
     ("cuda", "reference"): ("reference",),
 }
 
-_setting = "auto"
-_chosen: dict[str, Backend] = {}  # device type -> backend, under the present setting
+_setting = "auto"  # of the process
+_override: ContextVar[str | None] = ContextVar("rollout_kernels_backend", default=None)  # of the code inside a `with`
+_chosen: dict[tuple[str, str], Backend] = {}  # (device type, setting) -> backend
 
 
 @functools.cache
@@ -46,11 +48,11 @@ def _warn_of_fallback(reason: str) -> None:
     warnings.warn(f"rollout_kernels computes with the slow reference kernels: {reason}", RuntimeWarning, stacklevel=2)
 
 
-def _choose(device_type: str) -> Backend:
-    names = _TABLE.get((device_type, _setting))
+def _choose(device_type: str, setting: str) -> Backend:
+    names = _TABLE.get((device_type, setting))
     if names is None:
         known = ", ".join(sorted({device for device, _ in _TABLE}))
-        raise ValueError(f"no kernels for device {device_type!r} with backend {_setting!r}: known devices are {known}")
+        raise ValueError(f"no kernels for device {device_type!r} with backend {setting!r}: known devices are {known}")
     for name in names[:-1]:
         try:
             return _load(name)
@@ -67,40 +69,45 @@ def backend_for(tensor: torch.Tensor) -> Backend:
     """The backend for operations on this tensor. Raises `BuildError` where the setting forbids a fallback."""
     if tensor.dtype is torch.float64:
         return reference
-    device_type = "cpu" if tensor.is_cpu else tensor.device.type
-    backend = _chosen.get(device_type)
+    key = ("cpu" if tensor.is_cpu else tensor.device.type, _override.get() or _setting)
+    backend = _chosen.get(key)
     if backend is None:
-        backend = _chosen[device_type] = _choose(device_type)
+        backend = _chosen[key] = _choose(*key)
     return backend
+
+
+def _check_setting(name: str) -> None:
+    if name not in SETTINGS:
+        raise ValueError(f"backend={name!r} is not valid: it must be one of {', '.join(map(repr, SETTINGS))}")
 
 
 def set_backend(name: str) -> None:
     """Sets the backend of the whole process: "cpu", "reference" or "auto". Raises `ValueError` for other names."""
     global _setting
-    if name not in SETTINGS:
-        raise ValueError(f"backend={name!r} is not valid: it must be one of {', '.join(map(repr, SETTINGS))}")
+    _check_setting(name)
     _setting = name
-    _chosen.clear()
+    _chosen.clear()  # so that a compiler which has been installed since is found
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """The given backend inside a `with` block (process-wide), the previous one after it."""
-    previous = _setting
-    set_backend(name)
+    """The given backend inside a `with` block, for the thread that runs it; the previous one after it."""
+    _check_setting(name)
+    token = _override.set(name)
     try:
         yield
     finally:
-        set_backend(previous)
+        _override.reset(token)
 
 
 def backend_info() -> dict[str, str | list[str]]:
     """What `rollout doctor` shows: the setting, the backend for CPU tensors, compiler, library, OpenMP runtimes."""
-    info: dict[str, str | list[str]] = {"setting": _setting, "openmp": openmp_runtimes()}
+    setting = _override.get() or _setting
+    info: dict[str, str | list[str]] = {"setting": setting, "openmp": openmp_runtimes()}
     try:
         compiler = find_compiler()
         info |= {"compiler": compiler.version, "compiler_path": compiler.path, "library": str(build())}
     except BuildError as error:
         info["problem"] = str(error)
-    info["cpu"] = "reference" if _setting == "reference" or (_setting == "auto" and "problem" in info) else "cpu"
+    info["cpu"] = "reference" if setting == "reference" or (setting == "auto" and "problem" in info) else "cpu"
     return info

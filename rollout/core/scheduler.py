@@ -300,6 +300,11 @@ class Scheduler:
                 self._planner.count_preemption(request)
             if request.status in (_RUNNING, RequestStatus.SWAPPED):
                 self._planner.drop_kv(request)
+            elif request.num_computed_tokens:  # interrupted between getting its blocks and starting to run
+                self.kv.release(request)
+                request.num_computed_tokens = 0
+            for array in (request.raw_logprobs, request.sampled_logprobs, request.kept_mass, request.entropy):
+                del array[request.num_output_tokens :]
         waiting = (request for request in self._requests.values() if request.request_id not in pending)
         self._waiting.items = sorted(waiting, key=lambda request: request.rank)
         self._running.items = []

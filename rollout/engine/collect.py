@@ -70,7 +70,6 @@ class Group:
         logprobs = None
         if sample.params.logprobs is not None:
             logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in zip(token_ids, raw.tolist(), strict=True)]
-        spans = [PolicyVersionSpan(sample.policy_version, 0, len(token_ids))] if token_ids else []
         return CompletionOutput(
             index=index,
             text=text,
@@ -83,6 +82,13 @@ class Group:
             stop_reason=sample.stop_reason,
             seed=sample.seed,
             sample_index=sample.sample_index,
-            policy_versions=spans,
+            policy_versions=_spans(sample.policy_spans, len(token_ids)),
             logprobs=logprobs,
         )
+
+
+def _spans(starts: list[tuple[int, int]], num_tokens: int) -> list[PolicyVersionSpan]:
+    """(version, first token) pairs, in order, as spans that cover the output."""
+    ends = [*(start for _, start in starts), num_tokens][1:]  # a sample that never ran has no start
+    spans = (PolicyVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True))
+    return [span for span in spans if span.start < span.end]

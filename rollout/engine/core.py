@@ -17,13 +17,20 @@ from pathlib import Path
 import torch
 
 from rollout.config import EngineConfig
+from rollout.core.schedule import SchedulePlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.engine.lock import FairLock
-from rollout.errors import EngineAsleepError, EngineUnusableError, PolicyUpdateError, WeightsNotLoadedError
+from rollout.errors import (
+    EngineAsleepError,
+    EngineUnusableError,
+    PolicyUpdateError,
+    StaleWeightsError,
+    WeightsNotLoadedError,
+)
 from rollout.executor.in_process import InProcessExecutor
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
-from rollout.weights.guard import SharedWeightsGuard
+from rollout.weights.guard import SharedWeightsGuard, shared_versions
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt
 from rollout.worker.ledger import LedgerReport, SleepReport
 
@@ -38,7 +45,7 @@ class EngineCounters:
 
     num_steps: int = 0
     num_generated_tokens: int = 0
-    num_prefill_tokens: int = 0
+    num_computed_tokens: int = 0  # tokens whose KV was computed: prompts, outputs, and both again after preemption
     num_errors: int = 0  # requests whose logits were not numbers
     step_seconds: float = 0.0
     waste_numerator: int = 0  # sum over steps of KV slots allocated but unused
@@ -83,6 +90,8 @@ class EngineCore:
         self._guard: SharedWeightsGuard | None = None
         self._policy_version = 0
         self._receipt: Receipt | None = make_receipt(0, self.parameters(), self.tied(), self.buffers())
+        self._tensors = tuple(self.parameters().values())
+        self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
 
     @property
     def policy_version(self) -> int:
@@ -117,6 +126,11 @@ class EngineCore:
             )
         if self._guard is not None:
             self._guard.check()
+        if shared_versions(self._tensors) != self._changes:
+            raise StaleWeightsError(
+                "the engine's weights were changed outside a policy update since the last receipt: run a policy_update "
+                "that covers every parameter, or reload_weights()"
+            )
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests. Raises before any of them is queued if the engine cannot run, or one can never fit."""
@@ -145,11 +159,11 @@ class EngineCore:
 
         An error of the forward pass is raised, and no token is lost: the requests wait and compute their KV anew.
         """
-        updates = self.take_ended()
         if not self.scheduler.has_unfinished():
-            return updates
+            return self.take_ended()
         if self._guard is not None:
             self._guard.check_counters()
+        updates = self.take_ended()
         started = time.perf_counter()
         try:
             plan = self.scheduler.schedule()
@@ -158,7 +172,7 @@ class EngineCore:
             self.scheduler.preempt_all()
             self._ended_between_steps = updates
             raise
-        self._count(plan.num_scheduled_tokens, len(plan.draws), stepped, time.perf_counter() - started)
+        self._count(plan, stepped, time.perf_counter() - started)
         return updates + stepped
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -196,11 +210,13 @@ class EngineCore:
         return tuple(tag for tag in TAGS if tag in self._asleep)
 
     def sleep(self, level: int = 1) -> SleepReport:
-        """Gives memory back: level 1 the KV pool and workspaces, level 2 the weights too.
+        """Gives memory back: level 1 the KV pool and what the heap holds unused, level 2 the weights too.
 
         Requests in flight end with finish reason "abort" and the tokens they have. Cached blocks are forgotten.
         Weights that a trainer shares stay, whatever the level. Raises `ValueError` for another level.
         """
+        if self._paused:
+            raise PolicyUpdateError("a policy update is open: the engine cannot sleep before it has ended")
         if level not in (1, 2):
             raise ValueError(f"level={level!r} is not valid: it must be 1 (KV pool) or 2 (KV pool and weights)")
         self._abort_all()
@@ -252,7 +268,9 @@ class EngineCore:
         self._policy_version = version
 
     def resume(self, receipt: Receipt, guard: SharedWeightsGuard) -> None:
+        assert "weights" not in self._asleep, "the weights fell asleep during a policy update"
         self._receipt = receipt
+        self._changes = shared_versions(self._tensors)
         self._guard = (
             guard if guard.names else (SharedWeightsGuard(self.parameters()) if self._weights_shared else None)
         )
@@ -271,12 +289,12 @@ class EngineCore:
     def _abort_all(self) -> None:
         self.abort([request.request_id for request in self.scheduler.unfinished()])
 
-    def _count(self, num_tokens: int, num_draws: int, updates: list[Update], seconds: float) -> None:
+    def _count(self, plan: SchedulePlan, updates: list[Update], seconds: float) -> None:
         counters = self.counters
         counters.num_steps += 1
         counters.step_seconds += seconds
-        counters.num_generated_tokens += num_draws
-        counters.num_prefill_tokens += num_tokens - min(num_tokens, num_draws)
+        counters.num_generated_tokens += sum(len(token_ids) for _, token_ids in updates)
+        counters.num_computed_tokens += plan.num_scheduled_tokens
         counters.num_errors += sum(request.finish_reason is FinishReason.ERROR for request, _ in updates)
         stats = self.scheduler.stats()
         counters.waste_numerator += stats.num_slots_allocated - stats.num_slots_used

@@ -64,12 +64,14 @@ class StopStringChecker:
     def append(self, token_ids: list[int]) -> StopStringMatch | None:
         """Adds one sampled token. A match counts only from `min_tokens` on; text before that is not searched."""
         new = self._incremental.append(token_ids)
-        self._num_tokens += len(token_ids)
         text = self._incremental.text
+        if self._num_tokens < self._params.min_tokens:
+            self._search_from = len(text) - (
+                len(new) if self._num_tokens + len(token_ids) >= self._params.min_tokens else 0
+            )
+        self._num_tokens += len(token_ids)
         if self._num_tokens < self._params.min_tokens or not new:
             return None
-        if self._num_tokens == self._params.min_tokens > 0:
-            self._search_from = len(text) - len(new)
         longest = max(map(len, self._params.stop_strings))
         begin = max(self._search_from, len(text) - len(new) - longest + 1)
         found = [(text.find(stop, begin), -len(stop), stop) for stop in self._params.stop_strings]

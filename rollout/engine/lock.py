@@ -7,22 +7,42 @@ from types import TracebackType
 
 
 class FairLock:
-    """Like `threading.Lock` as a context manager, not re-entrant; who asked first gets it first.
+    """Like `threading.Lock` as a context manager, not re-entrant; first come, first served.
 
     A thread that steps the engine releases and takes the lock again at once. With an ordinary lock it would win
     against a thread that waits to put the engine to sleep, for as long as there is work.
     """
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()  # held by the one thread that waits next
-        self._lock = threading.Lock()
+        self._turn = threading.Condition()
+        self._next_ticket = 0
+        self._serving = 0
+        self._given_up: set[int] = set()  # tickets of threads that were interrupted while they waited
 
     def __enter__(self) -> FairLock:
-        with self._gate:
-            self._lock.acquire()
+        with self._turn:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            try:
+                while self._serving != ticket:
+                    self._turn.wait()
+            except BaseException:
+                if self._serving == ticket:
+                    self._pass_on()
+                else:
+                    self._given_up.add(ticket)
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
+        with self._turn:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._serving += 1
+        while self._serving in self._given_up:
+            self._given_up.remove(self._serving)
+            self._serving += 1
+        self._turn.notify_all()

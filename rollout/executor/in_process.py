@@ -11,11 +11,11 @@ from rollout.config import EngineConfig
 from rollout.core.schedule import SchedulePlan, StepResult
 from rollout.worker.worker import Worker
 
+_ENGINE_ONLY = {"execute": "LLM.generate", "sleep": "LLM.sleep", "reload_weights": "LLM.reload_weights"}
+
 
 class InProcessExecutor:
     """Calls its worker directly. Other executors offer the same methods."""
-
-    world_size = 1
 
     def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
         self.worker = _worker_class(config.worker_extension_cls)(config, folder, on_tensor)
@@ -33,8 +33,11 @@ class InProcessExecutor:
         """Calls `method` on every worker: a method's name, or a callable that gets the worker first.
 
         Returns the results in rank order. An error of the method is raised here. `timeout` cannot interrupt a call in
-        the caller's own process, so that a value other than None raises `ValueError`.
+        the caller's own process, so that a value other than None raises `ValueError`. So do the methods that only the
+        engine may call, since it must know of what they change.
         """
+        if isinstance(method, str) and method in _ENGINE_ONLY:
+            raise ValueError(f"method={method!r} cannot be called by RPC: use {_ENGINE_ONLY[method]} instead")
         if timeout is not None:
             raise ValueError(f"timeout={timeout!r} is not supported by a worker in this process: use None")
         keywords = dict(kwargs or {})

@@ -107,8 +107,14 @@ def load_weights(model: CausalLM, folder: Path, on_tensor: Callable[[str], None]
     tied_copies: list[tuple[str, torch.Tensor]] = []
     for raw_name, tensor in iterate_checkpoint(folder):
         name = canonical_name(raw_name)
-        if name is None or name.endswith("rotary_emb.inv_freq"):  # old checkpoints carry this table; we compute ours
+        if name is None:
             continue
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"checkpoint tensor {raw_name!r} is {tensor.dtype}: quantised checkpoints are not supported yet"
+            )
+        if name in loaded:
+            raise ValueError(f"checkpoint tensor {raw_name!r} is there twice, the second time for {name!r}")
         if name in tied:
             tied_copies.append((name, tensor))
             continue

@@ -22,7 +22,7 @@ from rollout.models.loader import (
 from rollout.platform import cpu
 from rollout.sampling_params import SamplingParams
 from rollout.worker.batch import KVCaches
-from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport
+from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, trim_heap
 from rollout.worker.runner import Runner
 from rollout.worker.slab import Slab
 
@@ -48,7 +48,6 @@ class Worker:
         self.config = config
         self.device = torch.device("cpu")
         self.folder = folder
-        rollout_kernels.set_backend(config.kernels)
         model_config = read_config(folder)
         self.dtype = resolve_dtype(config.dtype, model_config)
         self.model = build_model(model_config, self.dtype)
@@ -79,8 +78,11 @@ class Worker:
         return dict(self.model.named_buffers())
 
     def execute(self, plan: SchedulePlan) -> StepResult:
-        """Runs one step."""
-        return self.runner.execute(plan)
+        """Runs one step, on this engine's kernels."""
+        if self.config.kernels == "auto":
+            return self.runner.execute(plan)
+        with rollout_kernels.use_backend(self.config.kernels):
+            return self.runner.execute(plan)
 
     def sleep(self, level: int, keep_weights: bool) -> SleepReport:
         """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them."""
@@ -113,7 +115,12 @@ class Worker:
         num_blocks = budget // block_bytes
         if num_blocks < 1:
             raise ValueError(f"kv_cache_memory={budget:,} is not valid: one block takes {block_bytes:,} bytes")
-        return KVPoolSize(num_blocks, int(self.config.swap_space) // block_bytes, block_bytes)
+        num_host_blocks = int(self.config.swap_space) // block_bytes
+        if self.config.preemption_mode == "swap" and num_host_blocks < 1:
+            raise ValueError(
+                f"swap_space={self.config.swap_space:,} is not valid: one block takes {block_bytes:,} bytes"
+            )
+        return KVPoolSize(num_blocks, num_host_blocks, block_bytes)
 
     def _measure_peak(self) -> int:
         """Bytes that a step of `max_num_batched_tokens` needs for activations, from a shorter one that really runs."""
@@ -126,10 +133,14 @@ class Worker:
             draws=[Draw("profile", 0, SamplingParams(), 0, index, tokens) for index in range(rows)],
             num_scheduled_tokens=tokens,
         )
-        self.runner.execute(plan)  # first run: threads, caches, code pages
-        cpu.reset_peak_memory()
+        self.execute(plan)  # first run: threads, caches, code pages
+        trim_heap()
+        try:
+            cpu.reset_peak_memory()
+        except OSError as error:
+            raise ValueError(f"the memory of a step cannot be measured here ({error}): give kv_cache_memory") from error
         before = cpu.peak_memory()
-        self.runner.execute(plan)
+        self.execute(plan)
         measured = max(0, cpu.peak_memory() - before)
         self.runner.kv_caches = []
         per_token = measured / tokens

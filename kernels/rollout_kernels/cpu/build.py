@@ -44,8 +44,8 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """The compiler that `ROLLOUT_CXX` names, else the first GNU C++ compiler on the path. Raises `BuildError`."""
-    named = os.environ.get("ROLLOUT_CXX")
+    """The compiler that `ROLLOUT_CXX` or `CXX` names, else the first GNU C++ one on the path. Raises `BuildError`."""
+    named = os.environ.get("ROLLOUT_CXX") or os.environ.get("CXX")
     for name in [named] if named else ["g++", "c++"]:
         path = shutil.which(name)
         if path is None:
@@ -55,7 +55,11 @@ def find_compiler() -> Compiler:
         version = re.search(r'#define __VERSION__ "([^"]*)"', macros)
         if version is not None and "#define __GNUC__ " in macros and "#define __clang__ " not in macros:
             return Compiler(path, f"GNU C++ {version[1]}")
-    wanted = f"ROLLOUT_CXX={named!r} is not a GNU C++ compiler" if named else "no GNU C++ compiler (g++) on the path"
+    wanted = (
+        f"the compiler {named!r} of ROLLOUT_CXX or CXX is not a GNU C++ compiler"
+        if named
+        else "no GNU C++ compiler (g++) on the path"
+    )
     raise BuildError(f"{wanted}: install g++, or set ROLLOUT_CXX to one")
 
 
