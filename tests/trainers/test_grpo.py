@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,10 @@ def test_training_raises_the_reward_and_every_step_starts_on_policy(model: Path,
     train(model, tmp_path, "steps=25", "algorithm.prompts_per_step=6")
     rows = step_metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 26))
-    assert all(row["sampling/logp_difference/max"] == 0.0 for row in rows)
+    compared = [row for row in rows if row["sampling/logp_difference/num_tokens"] > 0]
+    assert compared == [row for row in rows if row["frac_reward_zero_std"] < 1.0]
+    assert compared[:5] == rows[:5]  # in the end every sample may be perfect, and nothing is left to learn
+    assert all(row["sampling/logp_difference/max"] == 0.0 for row in compared)
     assert all(row["clip_ratio/region_mean"] == 0.0 for row in rows)
     assert [row["policy_version"] for row in rows] == list(range(1, 26))
     first, last = [sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:])]
@@ -86,7 +90,7 @@ def test_a_resumed_run_has_the_rewards_and_weights_of_an_unbroken_one(model: Pat
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     train(model, unbroken, *options)
     whole_schedule = "steps=4"
-    interrupted = InterruptedReward(after_calls=2 + 2 + 1)  # evaluations at 0 and 2, steps 1, 2 and 3
+    interrupted = interrupted_after(2 + 2 + 1)  # evaluations at 0 and 2, steps 1, 2 and 3
     with pytest.raises(KeyboardInterrupt):
         train(model, broken, *options, whole_schedule, reward=interrupted)
     resumed = train(model, broken, *options, whole_schedule, "resume=true")
@@ -100,19 +104,32 @@ def test_a_resumed_run_has_the_rewards_and_weights_of_an_unbroken_one(model: Pat
     assert resumed.base is not None  # from before the break
 
 
-class InterruptedReward:
+def interrupted_after(calls: int) -> Any:
     """`share_of_low_ids` until it has been called so often; then the run is interrupted in the middle of a step."""
+    left = iter(range(calls))
 
-    __name__ = "share_of_low_ids"
-
-    def __init__(self, after_calls: int) -> None:
-        self.calls_left = after_calls
-
-    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        if self.calls_left == 0:
+    @functools.wraps(share_of_low_ids)
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        self.calls_left -= 1
         return share_of_low_ids(prompts, completions, **columns)
+
+    return reward
+
+
+def test_an_old_runs_files_are_neither_resumed_nor_appended_to_unless_asked_for(model: Path, tmp_path: Path):
+    train(model, tmp_path, "steps=3")
+    train(model, tmp_path, "steps=1", "checkpoint.every=1")  # as the quickstart, repeated: no checkpoints were there
+    assert [row["step"] for row in step_metrics(tmp_path)] == [1]
+    assert {row["step"] for row in read_json_lines(tmp_path / "samples.jsonl")} == {0, 1}
+    before = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
+        train(model, tmp_path, "steps=1", "checkpoint.every=1")
+    with pytest.raises(ValueError, match=r"algorithm\.clip_low was 0\.2, is 0\.1"):
+        train(model, tmp_path, "steps=2", "resume=true", "algorithm.clip_low=0.1")
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == before
+    train(model, tmp_path, "steps=2", "resume=true")
+    assert [row["step"] for row in step_metrics(tmp_path)] == [1, 2]
 
 
 def test_sleep_and_the_micro_batch_budget_do_not_change_what_is_sampled_first(model: Path, tmp_path: Path):
@@ -138,6 +155,9 @@ def test_rewards_that_do_not_differ_move_nothing(model: Path, tmp_path: Path):
     assert all(torch.equal(saved[name], original[name]) for name in saved)
     assert [row["frac_reward_zero_std"] for row in step_metrics(tmp_path)] == [1.0, 1.0]
     assert [row["grad_norm"] for row in step_metrics(tmp_path)] == [0.0, 0.0]
+    for row in step_metrics(tmp_path):  # nothing was compared, and nothing is claimed
+        assert row["sampling/logp_difference/num_tokens"] == 0
+        assert "sampling/logp_difference/max" not in row
 
 
 def test_the_kl_to_the_reference_is_zero_at_first_and_not_later(model: Path, tmp_path: Path):

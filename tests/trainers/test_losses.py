@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_trainers.losses import Denominators, clipped_policy_loss, kl_estimate, token_weights
+from rollout_trainers import kl_estimate
+from rollout_trainers.losses import Denominators, clipped_policy_loss, token_weights
 
 ROW_LOSSES = (torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([3.0]))
 MODES = {"token_mean": 1.4, "sequence_mean": 2.0, "constant": 0.875}

@@ -143,13 +143,6 @@ def test_the_state_of_other_parameters_is_refused():
         optimizer.load_state_dict({"masters": wrong, "moments": {}})
 
 
-def test_closing_leaves_the_parameters_as_torch_knows_them():
-    named = parameters(torch.bfloat16)
-    MasterAdamW(named.items(), CONFIG).close()
-    loss_of(named, 0).backward()
-    assert named["matrix"].grad is not None
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

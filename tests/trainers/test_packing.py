@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_trainers.packing import completion_mask, pack, pack_micro_batches
+from rollout_trainers import completion_mask
+from rollout_trainers.packing import pack, pack_micro_batches
 from tests.support.samples import make_sample
 
 EOS = 2

@@ -37,7 +37,11 @@ def write_run(folder: Path) -> None:
                 "reward": 0.2 * step,
                 "timing_s/gen": 1.0,
                 "timing_s/step": 2.0 + step,
-                "sampling/logp_difference/max": 0.0,
+                "perf/sleep_released_gb": 0.25,
+                "engine/prefix_cache_hit_rate": 0.5,
+                "engine/num_preemptions_total": 0,
+                **({"sampling/logp_difference/max": 0.0} if step < 3 else {}),  # in step 3 nothing was compared
+                "sampling/logp_difference/num_tokens": 600 if step < 3 else 0,
                 "completions/mean_length": 10.0 - step,
             },
         )
@@ -49,13 +53,24 @@ def write_run(folder: Path) -> None:
 def test_the_page_holds_figures_curves_and_samples_and_needs_nothing_else(tmp_path: Path):
     write_run(tmp_path)
     page = write_report(tmp_path, SUMMARY).read_text(encoding="utf-8")
-    for figure in ("25.0%", "87.5%", "80.0% to 92.0%, n = 128", "p = 1e-09", "4.0 s each (median)"):
+    for figure in (
+        "25.0%",
+        "87.5%",
+        "80.0% to 92.0%, n = 128",
+        "p = 1e-09",
+        "4.0 s each (median)",
+        "256 MiB",
+        "1,200 tokens",
+    ):
         assert figure in page
     assert not re.search(r"""(?:src|href)\s*=|@import|https?://""", page)
     charts = re.findall(r"<svg.*?</svg>", page)
     titles = [ElementTree.fromstring(chart).get("aria-label") for chart in charts]
     assert "Reward" in titles
     assert "Seconds a step, by phase" in titles
+    assert "KV cache: slots that held nothing, prefix hits (shares)" in titles
+    assert "Preemptions so far" in titles
+    assert "Memory (GiB): given back by sleep, and peak" in titles
     assert "Gradient norm" not in titles  # nothing was logged for it
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
     assert data is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_trainers.rewards import completion_text, exact_answer_reward, final_number_reward, score
+from rollout_trainers.rewards import completion_text, exact_answer_reward, final_number_reward, reward_names, score
 from rollout_trainers.rewards.answers import final_number
 from tests.support.samples import make_sample
 
@@ -59,6 +59,31 @@ def test_a_reward_gets_prompts_completions_and_columns_for_every_sample():
     assert seen["finish_reasons"] == ["stop", "length"]
     assert [sample.reward for sample in samples] == [3.5, 2.5]
     assert samples[0].rewards == {"reward": 3.0, "half": 0.5}
+
+
+class LengthReward:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [self.scale * len(text) for text in completions]
+
+    def method(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [0.25] * len(prompts)
+
+
+def test_rewards_are_named_after_functions_and_classes_and_no_two_alike():
+    one, ten = LengthReward(1.0), LengthReward(10.0)
+    assert reward_names([one, final_number_reward, ten.method, ten]) == [
+        "LengthReward",
+        "final_number_reward",
+        "method",
+        "LengthReward_2",
+    ]
+    sample = make_sample([1], [2], text="ab")
+    score([sample], [one, ten, ten.method])
+    assert sample.rewards == {"LengthReward": 2.0, "LengthReward_2": 20.0, "method": 0.25}
+    assert sample.reward == 22.25
 
 
 @pytest.mark.parametrize(

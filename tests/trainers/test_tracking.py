@@ -65,6 +65,22 @@ def test_an_offline_run_holds_the_metrics_and_an_incremental_table_of_samples(tm
     assert sorted(row[2] for row in rows) == ["4", "6", "five"]
 
 
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path):
+    first = Tracker(TrackingSection(), tmp_path / "first", "sums", {}, environment={})
+    first.log(1, {"reward": 0.25})
+    run_id = first.wandb_id
+    first.finish({})
+    assert run_id
+    resumed = Tracker(TrackingSection(), tmp_path / "second", "sums", {}, 2, run_id, environment={})
+    resumed.log(2, {"reward": 0.5})
+    assert resumed.wandb_id == run_id
+    resumed.finish({})
+    (run,) = (tmp_path / "second" / "wandb").glob(f"offline-run-*-{run_id}")
+    history = read_history(run / f"run-{run_id}.wandb")
+    assert [row["train/reward"] for row in history if "train/reward" in row] == [0.5]
+    assert Tracker(TrackingSection(wandb="disabled"), tmp_path / "third", "sums", {}).wandb_id is None
+
+
 def test_json_lines_hold_everything_and_null_for_what_is_not_finite(tmp_path: Path):
     tracker = Tracker(TrackingSection(wandb="disabled"), tmp_path, "sums", {})
     tracker.log(1, {"reward": 0.25, "loss": float("nan")})

@@ -3,7 +3,7 @@
 checkpoints/step-000010/
     model/           config.json, model.safetensors, tokenizer: `AutoModelForCausalLM.from_pretrained` takes it
     trainer.pt       master weights, AdamW's moments, random-number states
-    state.json       step, and what the run has seen (evaluations)
+    state.json       step, and the run's own notes (settings, evaluations)
 """
 
 from __future__ import annotations
@@ -93,6 +93,11 @@ def load_checkpoint(folder: Path, optimizer: MasterAdamW) -> Restored:
     saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
     optimizer.load_state_dict(saved["optimizer"])
     _set_random_states(saved["random"])
+    return read_state(folder)
+
+
+def read_state(folder: Path) -> Restored:
+    """What a checkpoint says besides the weights, without loading them."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return Restored(state["step"], state["notes"])
 

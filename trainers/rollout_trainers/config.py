@@ -106,6 +106,12 @@ class AlgorithmSection:
     nor the gradient. `loss_normalizer` is the length that `aggregation="constant"` divides by (None: that of
     `sampling.max_tokens`). `recompute_logprobs` runs an extra forward pass before the first update and takes the old
     logprobs from it, with truncated importance weights (`importance_cap`) for the difference to the sampler's.
+
+    `sampling/logp_difference/*` compares the logprobs of sampler and trainer before the first update of a step. It
+    costs nothing, since it reads the forward pass of that update: over the samples of the first minibatch that can move
+    the weights (those with an advantage other than zero; with a KL term, all). `num_tokens` says how many tokens they
+    had; where it is 0, as in a step whose groups each had equal rewards, nothing else is logged. `recompute_logprobs`
+    compares every sample that is learned from.
     """
 
     group_size: int = 8
@@ -224,7 +230,12 @@ class TrackingSection:
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """A whole run. `model` is a folder in Hugging Face format, or a name that the engine knows; `output_dir` takes
-    everything that the run writes."""
+    everything that the run writes.
+
+    `resume` continues from the newest checkpoint in `output_dir` (from the model where there is none yet), exactly as
+    if there had been no break; what training depends on must then be as it was, except that `steps` may be raised.
+    Without `resume`, a folder that holds checkpoints is refused.
+    """
 
     model: str
     name: str = "grpo"

@@ -15,7 +15,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """|trainer - sampler| of the sampled tokens' logprobs; `kl` is the mean of sampler - trainer, an estimate of it."""
+    """|trainer - sampler| of the logprobs of `num_tokens` sampled tokens, and the mean `kl` of sampler - trainer, an
+    estimate of the KL between the two. Where no token was compared, it says nothing but that."""
 
     max: float
     mean: float
@@ -23,8 +24,11 @@ class Mismatch:
     num_tokens: int
 
     def metrics(self) -> dict[str, float]:
-        """Under the field's names."""
+        """Under the field's names; nothing but the count, 0, where there was nothing to compare."""
+        if self.num_tokens == 0:
+            return {"sampling/logp_difference/num_tokens": 0}
         return {
+            "sampling/logp_difference/num_tokens": self.num_tokens,
             "sampling/logp_difference/max": self.max,
             "sampling/logp_difference/mean": self.mean,
             "rollout_corr/kl": self.kl,

@@ -1,7 +1,7 @@
 """Losses as pure functions of tensors over the completion tokens of a packed micro-batch.
 
 Every tensor is flat, one value per completion token: [C]. There is no padding, so there is nothing to mask; a token
-that should not count is left out (or excluded with `mask`, before anything is computed from it).
+that should not count is left out. A trainer that pads gives `kl_estimate` its mask.
 
 A loss is a sum of per-token losses times per-token weights, and the weights are made from the denominators of the
 *whole* optimiser step. So the sum over any split into micro-batches (or ranks) has the same value and gradient.
@@ -88,7 +88,9 @@ def kl_estimate(
     With d = log policy - log reference: k1 = d (unbiased value, zero expected gradient), k2 = d^2 / 2 (the gradient of
     this KL), k3 = exp(-d) - 1 + d (unbiased and never negative; the gradient of the KL in the other direction),
     ratio_k3 = k3 times the policy's probability over its own detached one (k3's value and the gradient of this KL).
-    Tokens where `mask` (bool [C]) is false give exactly 0 and no gradient, whatever their logprobs are.
+
+    `mask` (bool, of the same shape) is for trainers that pad, whose tensors may have any shape (see
+    `packing.completion_mask`): where it is false the estimate is exactly 0 and has no gradient, whatever the logprobs.
     """
     difference = logprobs - reference_logprobs
     if mask is not None:

@@ -42,11 +42,9 @@ class MasterAdamW:
         if not self.parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.masters = {name: _master_of(parameter) for name, parameter in self.parameters.items()}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))
-            for name, parameter in self.parameters.items()
-            if self.masters[name] is not parameter
-        ]
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))
         matrices = [master for master in self.masters.values() if master.dim() >= 2]
         vectors = [master for master in self.masters.values() if master.dim() < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -93,11 +91,6 @@ class MasterAdamW:
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
-
-    def close(self) -> None:
-        """Removes the hooks from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Masters by name, and AdamW's moments by the same names. The tensors are the optimiser's own, not copies."""

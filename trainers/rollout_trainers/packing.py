@@ -147,7 +147,11 @@ def pack_micro_batches(samples: Sequence[Sample], token_budget: int) -> list[Pac
 
 
 def completion_mask(samples: Sequence[Sample], width: int | None = None) -> torch.Tensor:
-    """Mask bool [N, width] over right-padded completions, for trainers that pad: true on each sample's own tokens."""
+    """Mask bool [N, width] over right-padded completions, for trainers that pad: true on each sample's own tokens.
+
+    It follows from the engine's token counts, never from token values, so a pad id that equals EOS is no matter.
+    `width` of None is the longest completion's. Raises `ValueError` if a completion is longer than `width`.
+    """
     lengths = torch.tensor([sample.num_tokens for sample in samples], dtype=torch.int64)
     width = int(lengths.max()) if width is None else width
     if width < int(lengths.max()):

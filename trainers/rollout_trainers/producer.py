@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout.outputs import CompletionOutput, RequestOutput
+from rollout.prompts import encode_prompt
 from rollout.sampling_params import SamplingParams
-from rollout_trainers.types import Example, Prompt, Sample
+from rollout_trainers.types import Example, Sample
 
 
 class Engine(Protocol):
@@ -63,14 +64,6 @@ class RolloutProducer:
         self.max_tokens = max_tokens
         self.seed = seed
 
-    def prompt_token_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: chat messages through the chat template, text as it is, token ids untouched."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        if prompt and isinstance(prompt[0], dict):
-            return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-        return [int(token) for token in prompt]  # type: ignore[arg-type]  # token ids
-
     def produce(self, step: int, examples: Sequence[Example], group_size: int) -> list[Sample]:
         """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place)."""
         params = [
@@ -95,7 +88,7 @@ class RolloutProducer:
         return self._generate(examples, params)
 
     def _generate(self, examples: Sequence[Example], params: Sequence[SamplingParams]) -> list[Sample]:
-        prompts = [{"prompt_token_ids": self.prompt_token_ids(example.prompt)} for example in examples]
+        prompts = [encode_prompt(example.prompt, self.tokenizer).token_ids for example in examples]
         version = self.engine.policy_version
         outputs = self.engine.generate(prompts, list(params), use_tqdm=False)
         return [

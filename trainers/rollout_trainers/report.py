@@ -21,6 +21,12 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Entropy (nats per token)", ("entropy",)),
     ("Seconds a step, by phase", tuple(f"timing_s/{phase}" for phase in _PHASES)),
     ("Tokens per second", ("perf/gen_tokens_per_s", "perf/train_tokens_per_s")),
+    (
+        "KV cache: slots that held nothing, prefix hits (shares)",
+        ("engine/kv_cache_waste", "engine/prefix_cache_hit_rate"),
+    ),
+    ("Preemptions so far", ("engine/num_preemptions_total",)),
+    ("Memory (GiB): given back by sleep, and peak", ("perf/sleep_released_gb", "perf/cpu_memory_peak_gb")),
     ("Gradient norm", ("grad_norm",)),
     ("Groups that teach nothing (share)", ("frac_reward_zero_std",)),
     ("Sampler against trainer: largest |logprob difference|", ("sampling/logp_difference/max",)),
@@ -89,8 +95,15 @@ def _cards(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> 
     if steps:
         seconds = sorted(row["timing_s/step"] for row in steps)[len(steps) // 2]
         cards.append(("Steps", str(len(steps)), f"{seconds:.1f} s each (median)"))
-        difference = max(row.get("sampling/logp_difference/max") or 0.0 for row in steps)
-        cards.append(("Sampler = trainer", f"{difference:g}", "largest logprob difference before an update"))
+        released = [row["perf/sleep_released_gb"] for row in steps if row.get("perf/sleep_released_gb")]
+        if released:
+            cards.append(("Given back by sleep", f"{released[-1] * 1024:.0f} MiB", "for each training phase"))
+        compared = [row for row in steps if row.get("sampling/logp_difference/max") is not None]
+        if compared:
+            difference = max(row["sampling/logp_difference/max"] for row in compared)
+            tokens = sum(row["sampling/logp_difference/num_tokens"] for row in compared)
+            note = f"largest logprob difference before an update, {tokens:,} tokens"
+            cards.append(("Sampler = trainer", f"{difference:g}", note))
     return "".join(
         f'<div class="card"><div>{html.escape(label)}</div><strong>{html.escape(value)}</strong>'
         f"<small>{html.escape(note)}</small></div>"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout import LLM
 from rollout.models.pretrained import resolve_model
-from rollout_trainers.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, save_model
+from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
 from rollout_trainers.config import RunConfig
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
@@ -20,6 +20,7 @@ from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.producer import RolloutProducer
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.report import write_report
+from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
 from rollout_trainers.tasks import make_task
 from rollout_trainers.tracking import ProgressLine, Tracker
 from rollout_trainers.types import Example, RewardFunction, Sample, SampleRow, Task
@@ -71,16 +72,18 @@ def run(
 ) -> RunResult:
     """Trains as `config` says, and reports. The task is `task`, or made of `train`, `evaluation` and
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
-    own). Raises `ValueError` for what the configuration or the rewards have wrong."""
+    own). Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another
+    run's checkpoints."""
     started = time.perf_counter()
     task = _resolve_task(config, task, reward_functions, train, evaluation)
+    checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
     progress.say(f"{config.name}: loading {config.model}")
     engine = _make_engine(config)
     producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
     keep_reference = config.algorithm.kl_coefficient > 0
     policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference)
-    session = Session(config, GRPOTrainer(producer, policy, task, config), progress)
+    session = Session(config, GRPOTrainer(producer, policy, task, config), progress, checkpoint)
     session.train()
     return session.finish(started)
 
@@ -118,35 +121,41 @@ def _make_engine(config: RunConfig) -> LLM:
 
 
 class Session:
-    """The course of a run around the trainer's steps: resume, evaluate, log, save, report."""
+    """The course of a run around the trainer's steps: resume, evaluate, log, save, report.
 
-    def __init__(self, config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine) -> None:
+    It continues from `checkpoint`, where there is one.
+    """
+
+    def __init__(
+        self, config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None = None
+    ) -> None:
         self.config = config
         self.trainer = trainer
         self.progress = progress
         self.directory = Path(config.output_dir)
         self.evaluations: dict[int, Evaluation] = {}  # by step; 0 is the untrained policy
-        self.last_step = self._resume() if config.resume else 0
+        self.last_step = 0
+        wandb_id = None
+        if checkpoint is not None:
+            self.last_step, wandb_id = self._resume(checkpoint)
         self.tracker = Tracker(
             config.tracking,
             self.directory,
             config.name,
             asdict(config),
             first_step=self.last_step + 1 if self.last_step else 0,
+            wandb_id=wandb_id,
         )
 
-    def _resume(self) -> int:
-        """Restores the newest checkpoint, if there is one, and makes it the engine's policy. Returns its step."""
-        found = list_checkpoints(self.directory / "checkpoints")
-        if not found:
-            return 0
-        restored = load_checkpoint(found[-1], self.trainer.optimizer)
+    def _resume(self, checkpoint: Path) -> tuple[int, str | None]:
+        """Restores a checkpoint and makes it the engine's policy. Returns its step and the run's id in W&B."""
+        restored = load_checkpoint(checkpoint, self.trainer.optimizer)
         for step, saved in restored.notes["evaluations"].items():
             self.evaluations[int(step)] = Evaluation(**{**saved, "successes": tuple(saved["successes"])})
         self.trainer.num_tokens = restored.notes["num_tokens"]
         self.trainer.update_engine(restored.step)
         self.progress.say(f"{self.config.name}: resumed after step {restored.step}")
-        return restored.step
+        return restored.step, restored.notes["wandb_id"]
 
     def train(self) -> None:
         """All steps that are left, with the evaluations and checkpoints that the recipe asks for."""
@@ -204,9 +213,11 @@ class Session:
         notes = {
             "evaluations": {key: asdict(value) for key, value in self.evaluations.items()},
             "num_tokens": self.trainer.num_tokens,
+            "settings": run_settings(self.config, self.trainer.task),
+            "wandb_id": self.tracker.wandb_id,
         }
         save_checkpoint(
-            self.directory / "checkpoints",
+            self.directory / CHECKPOINTS,
             step,
             self.trainer.policy.model.named_parameters(),
             self.trainer.optimizer,
@@ -242,11 +253,12 @@ def _prompt_text(sample: Sample) -> str:
 
 
 def _progress_fields(metrics: dict[str, float]) -> dict[str, str]:
+    difference = metrics.get("sampling/logp_difference/max")  # not there where no token was compared
     return {
         "reward": f"{metrics['reward']:.3f}",
         "length": f"{metrics['completions/mean_length']:.0f}",
         "entropy": f"{metrics.get('entropy', 0.0):.2f}",
-        "logp-diff": f"{metrics['sampling/logp_difference/max']:g}",
+        "logp-diff": "-" if difference is None else f"{difference:g}",
         "gen": f"{metrics['timing_s/gen']:.1f}s",
         "train": f"{metrics['timing_s/train']:.1f}s",
     }

@@ -62,9 +62,19 @@ def wandb_mode(section: TrackingSection, environment: Mapping[str, str]) -> str:
 
 
 class WandbSink:
-    """One W&B run. Metrics are plotted against `train/global_step`; samples are an incremental table."""
+    """One W&B run, or with `run_id` the continuation of one. Metrics are plotted against `train/global_step`; samples
+    are an incremental table. What an interrupted run logged after its last checkpoint stays in W&B beside the repeat.
+    """
 
-    def __init__(self, section: TrackingSection, mode: str, name: str, directory: Path, config: Mapping[str, Any]):
+    def __init__(
+        self,
+        section: TrackingSection,
+        mode: str,
+        name: str,
+        directory: Path,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+    ) -> None:
         import wandb  # optional; imported when a run wants it
 
         self._wandb = wandb
@@ -74,11 +84,17 @@ class WandbSink:
             dir=str(directory),
             mode=mode,  # type: ignore[arg-type]  # checked by the section, or W&B's own environment variable
             config=dict(config),
+            id=run_id,
+            resume="allow" if run_id else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("train/global_step")
         self._run.define_metric("*", step_metric="train/global_step")
         self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
+
+    @property
+    def run_id(self) -> str:
+        return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"train/global_step": step, **{_wandb_key(name): value for name, value in metrics.items()}})
@@ -152,15 +168,22 @@ class Tracker:
         name: str,
         config: Mapping[str, Any],
         first_step: int = 0,
+        wandb_id: str | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
+        """A resumed run gives the `first_step` that it repeats, and the `wandb_id` that it had."""
         self.directory = directory
         self._metrics = JsonLines(directory / METRICS_FILE, first_step)
         self._samples = JsonLines(directory / SAMPLES_FILE, first_step)
         mode = wandb_mode(section, environment)
         self._wandb = None
         if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
-            self._wandb = WandbSink(section, mode, name, directory, config)
+            self._wandb = WandbSink(section, mode, name, directory, config, wandb_id)
+
+    @property
+    def wandb_id(self) -> str | None:
+        """Id of the W&B run, where there is one."""
+        return None if self._wandb is None else self._wandb.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics.write({"step": step, **metrics})

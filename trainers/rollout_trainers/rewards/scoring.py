@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from rollout_trainers.types import RewardFunction, Sample
 
 
-def reward_name(function: RewardFunction) -> str:
-    """The name that metrics use for a reward function."""
-    return getattr(function, "__name__", type(function).__name__)
+def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """The names that metrics use: of functions and methods their own, of other callables that of their class. A name
+    that an earlier function has gets a number: `length_reward`, `length_reward_2`."""
+    names = []
+    seen: Counter[str] = Counter()
+    for function in functions:
+        name = function.__name__ if inspect.isroutine(function) else type(function).__name__
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
 
 
 def score(samples: Sequence[Sample], functions: Sequence[RewardFunction]) -> None:
-    """Fills `rewards` (by function name) and `reward` (their sum) of each sample.
+    """Fills `rewards` (by function, see `reward_names`) and `reward` (their sum) of each sample.
 
     A function gets the prompts, the completions (text, or a list with one assistant message where the prompt was a
     chat), every column that all examples have, `completion_ids` and `finish_reasons`. Raises `ValueError` naming the
@@ -26,8 +35,7 @@ def score(samples: Sequence[Sample], functions: Sequence[RewardFunction]) -> Non
     columns = _columns(samples)
     for sample in samples:
         sample.rewards = {}
-    for function in functions:
-        name = reward_name(function)
+    for name, function in zip(reward_names(functions), functions, strict=True):
         values = function(prompts, completions, **columns)
         if len(values) != len(samples):
             raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions")
