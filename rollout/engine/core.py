@@ -48,6 +48,7 @@ class EngineCounters:
     num_computed_tokens: int = 0  # tokens whose KV was computed: prompts, outputs, and both again after preemption
     num_errors: int = 0  # requests whose logits were not numbers
     step_seconds: float = 0.0
+    peak_blocks_in_use: int = 0
     waste_numerator: int = 0  # sum over steps of KV slots allocated but unused
     waste_denominator: int = 0  # sum over steps of KV slots allocated
 
@@ -297,5 +298,7 @@ class EngineCore:
         counters.num_computed_tokens += plan.num_scheduled_tokens
         counters.num_errors += sum(request.finish_reason is FinishReason.ERROR for request, _ in updates)
         stats = self.scheduler.stats()
+        in_use = stats.num_blocks - stats.num_free_blocks
+        counters.peak_blocks_in_use = max(counters.peak_blocks_in_use, in_use)
         counters.waste_numerator += stats.num_slots_allocated - stats.num_slots_used
         counters.waste_denominator += stats.num_slots_allocated
