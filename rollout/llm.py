@@ -78,13 +78,7 @@ class LLM:
         `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
         """
         items = split_prompts(prompts)
-        params = _one_each(
-            "sampling_params",
-            SamplingParams() if sampling_params is None else sampling_params,
-            SamplingParams,
-            len(items),
-        )
-        priorities = self._priorities(priority, len(items))
+        params, priorities = _params_each(sampling_params, len(items)), self._priorities(priority, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._run(encoded, params, priorities, use_tqdm, on_invalid)
 
@@ -98,13 +92,7 @@ class LLM:
         """Queues prompts like `generate` and returns their request ids at once. `step` or `wait_for_completion` runs
         them."""
         items = split_prompts(prompts)
-        params = _one_each(
-            "sampling_params",
-            SamplingParams() if sampling_params is None else sampling_params,
-            SamplingParams,
-            len(items),
-        )
-        priorities = self._priorities(priority, len(items))
+        params, priorities = _params_each(sampling_params, len(items)), self._priorities(priority, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         with self._lock:
             groups, _ = self._admit(encoded, params, priorities, "raise")
@@ -147,12 +135,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
         items = split_prompts(messages)  # type: ignore[arg-type]
-        params = _one_each(
-            "sampling_params",
-            SamplingParams() if sampling_params is None else sampling_params,
-            SamplingParams,
-            len(items),
-        )
+        params = _params_each(sampling_params, len(items))
 
         def encode(item: Any) -> Prompt:
             ids = encode_chat(
@@ -488,6 +471,12 @@ def generate(
     """For one-off use: loads the model, generates, and gives the memory back. See `LLM` and `LLM.generate`."""
     with LLM(model, **config) as llm:
         return llm.generate(prompts, sampling_params)
+
+
+def _params_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    return _one_each(
+        "sampling_params", SamplingParams() if sampling_params is None else sampling_params, SamplingParams, count
+    )
 
 
 def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
