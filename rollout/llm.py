@@ -481,6 +481,8 @@ def _params_each(sampling_params: SamplingParams | Sequence[SamplingParams] | No
 
 def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
     """One value for each prompt. Raises `ValueError` where a list has another length, `TypeError` for another type."""
+    if isinstance(value, str) or not isinstance(value, (kind, Iterable)):
+        raise TypeError(f"{name}={value!r} is not valid: it must be {kind.__name__} or a list of them")
     values = [value] * count if isinstance(value, kind) else list(value)
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} prompts: give one, or one a prompt")

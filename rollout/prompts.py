@@ -29,6 +29,8 @@ def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike
     (`{"role": …, "content": …}`) is one conversation."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r} is not valid: it must be a prompt or a list of prompts")
     items = list(prompts)
     if items and (all(_is_token_id(item) for item in items) or all(_is_message(item) for item in items)):
         return [items]  # type: ignore[list-item]

@@ -125,7 +125,7 @@ def _check_integer(params: SamplingParams, field: str, low: int, high: int | Non
 
 def _check_real(params: SamplingParams, field: str, low: float, high: float, open_low: bool = False) -> None:
     value = getattr(params, field)
-    valid = f"a finite number {'above' if open_low else 'from'} {low:g} {'and up' if open_low else ''} to {high:g}"
+    valid = f"a finite number {'above' if open_low else 'from'} {low:g} {'and up to' if open_low else 'to'} {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _fail(field, value, valid)
     if value > high or value < low or (open_low and value == low):

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, default=0, metavar="K")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P")
     group.add_argument("--seed", type=int, metavar="SEED", help="makes the samples replayable")
-    group.add_argument("-n", type=int, default=1, metavar="N", help="samples a prompt")
+    group.add_argument("-n", "--n", type=int, default=1, metavar="N", help="samples a prompt")
     group.add_argument("--stop", action="append", metavar="TEXT", help="may be given several times")
     group.add_argument("--ignore-eos", action="store_true")
     add_engine_arguments(parser)

@@ -72,6 +72,10 @@ def test_bad_prompts_of_every_kind_name_their_index_and_leave_the_others_alone(t
         llm.generate([[5]], PARAMS, priority=[1])
     with pytest.raises(ValueError, match="sampling_params has 0 entries"):
         llm.generate([[5]], [])
+    with pytest.raises(ValueError, match="prompts=None is not valid"):
+        llm.generate(None, PARAMS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sampling_params='x' is not valid"):
+        llm.generate([[5]], "x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer="):
         LLM(make_tiny_llama(tmp_path / "other"), tokenizer=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="swap_space"):

@@ -117,6 +117,15 @@ def interrupted_after(calls: int) -> Any:
     return reward
 
 
+def test_a_run_that_breaks_off_leaves_no_report_of_the_run_before(model: Path, tmp_path: Path):
+    train(model, tmp_path, "steps=1")
+    assert (tmp_path / "report.html").exists()
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path, "steps=2", reward=interrupted_after(0))
+    assert not (tmp_path / "report.html").exists()
+    assert not (tmp_path / "reward.png").exists()
+
+
 def test_an_old_runs_files_are_neither_resumed_nor_appended_to_unless_asked_for(model: Path, tmp_path: Path):
     train(model, tmp_path, "steps=3")
     train(model, tmp_path, "steps=1", "checkpoint.every=1")  # as the quickstart, repeated: no checkpoints were there

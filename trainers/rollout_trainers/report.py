@@ -25,6 +25,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "KV cache: slots that held nothing, prefix hits (shares)",
         ("engine/kv_cache_waste", "engine/prefix_cache_hit_rate"),
     ),
+    ("KV cache: largest share in use so far", ("engine/kv_cache_usage_peak",)),
     ("Preemptions so far", ("engine/num_preemptions_total",)),
     ("Memory (GiB): given back by sleep, and peak", ("perf/sleep_released_gb", "perf/cpu_memory_peak_gb")),
     ("Gradient norm", ("grad_norm",)),

@@ -135,6 +135,8 @@ class Session:
         self.directory = Path(config.output_dir)
         self.evaluations: dict[int, Evaluation] = {}  # by step; 0 is the untrained policy
         self.last_step = 0
+        for name in ("report.html", "reward.png"):  # of an earlier run: it must not pass for this one's
+            (self.directory / name).unlink(missing_ok=True)
         wandb_id = None
         if checkpoint is not None:
             self.last_step, wandb_id = self._resume(checkpoint)

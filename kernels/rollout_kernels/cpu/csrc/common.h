@@ -41,13 +41,7 @@ RK_INLINE v16f exp_nonpositive(v16f t) {
   const v16f n = shifted - magic;
   v16f r = t - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  v16f p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const v16f p = exp_polynomial(r);
   const v16f result = from_bits(as_bits(p) + (as_bits(shifted) << 23));
   return (v16f)((v16i)result & (v16i)(t >= -87.3f));
 }

@@ -120,6 +120,17 @@ RK_INLINE float horizontal_max(v16f v) {
 #endif
 }
 
+// exp(r) for |r| <= ln(2)/2, about 1 ulp.
+RK_INLINE v16f exp_polynomial(v16f r) {
+  v16f p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  return p * (r * r) + r + 1.0f;
+}
+
 // exp, about 1 ulp; exactly 0 below -87.3 (-inf included), +inf above 88.7; NaN stays NaN.
 // Range reduction to |r| <= ln(2)/2 and a polynomial of degree 6.
 #if defined(__AVX512F__)
@@ -130,14 +141,7 @@ RK_INLINE v16f vexp(v16f x) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)), 8);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r);
-  p = _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), n);
+  const __m512 p = _mm512_scalef_ps((__m512)exp_polynomial((v16f)r), n);
   return (v16f)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), p);
 }
 #else
@@ -149,13 +153,7 @@ RK_INLINE v16f vexp(v16f x) {
   v16f n = shifted - magic;
   v16f r = clamped - n * ln2_high;
   r = r - n * ln2_low;
-  v16f p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const v16f p = exp_polynomial(r);
   // Scale by 2^n in two steps, so that n = 128 does not overflow before the product does.
   v16i exponent = __builtin_convertvector(n, v16i);
   v16i half = exponent >> 1;
