@@ -25,8 +25,9 @@ class EngineConfig:
 
     `kv_cache_memory` (bytes, or text such as "4GiB") gives the KV pool outright; otherwise the pool takes what
     `gpu_memory_utilization` of the device's memory leaves after weights and the measured peak of a forward pass.
-    `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `num_threads` sets
-    the threads of torch and of the kernels, for the whole process.
+    `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `enforce_eager`
+    runs every step through the model's Python instead of replaying recorded decode steps; results are the same.
+    `num_threads` sets the threads of torch and of the kernels, for the whole process.
     """
 
     model: str
@@ -44,6 +45,7 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     kernels: Literal["auto", "cpu", "reference"] = "auto"
+    enforce_eager: bool = False
     num_threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
@@ -78,6 +80,8 @@ class EngineConfig:
             )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ValueError("swap_space=0 is not valid with preemption_mode='swap': give it bytes, e.g. '1GiB'")
+        if not isinstance(self.enforce_eager, bool):
+            raise ValueError(f"enforce_eager={self.enforce_eager!r} is not valid: it must be True or False")
         if self.trust_remote_code:
             raise ValueError("trust_remote_code=True is not supported: register the architecture with ModelRegistry")
 

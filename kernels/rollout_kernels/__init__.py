@@ -7,10 +7,11 @@
 """
 
 from rollout_kernels.cpu.build import BuildError
-from rollout_kernels.dispatch import backend_info, set_backend, use_backend
+from rollout_kernels.dispatch import backend_info, can_record, set_backend, use_backend
 from rollout_kernels.operations import (
     copy_blocks,
     copy_blocks_between,
+    embedding,
     fingerprint,
     kv_cache_shapes,
     linear,
@@ -42,8 +43,10 @@ __all__ = [
     "SampleArguments",
     "SampleResult",
     "backend_info",
+    "can_record",
     "copy_blocks",
     "copy_blocks_between",
+    "embedding",
     "fingerprint",
     "kv_cache_shapes",
     "linear",

@@ -48,6 +48,14 @@ def vector(name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> 
         raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous")
 
 
+def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> None:
+    model_dtype("weight", weight.dtype)
+    if weight.dim() != 2:
+        fail_shape("weight", weight, "[V, H]")
+    unit_stride("weight", weight)
+    vector("token_ids", token_ids, token_ids.numel(), torch.int64)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
     model_dtype("x", x.dtype)
     model_dtype("out_dtype", out_dtype)

@@ -32,7 +32,8 @@ _TABLE = {
 }
 
 _setting = "auto"  # of the process
-_override: ContextVar[str | None] = ContextVar("rollout_kernels_backend", default=None)  # of the code inside a `with`
+# Of the code inside a `with`: a setting's name, or a backend itself.
+_override: ContextVar[str | Backend | None] = ContextVar("rollout_kernels_backend", default=None)
 _chosen: dict[tuple[str, str], Backend] = {}  # (device type, setting) -> backend
 
 
@@ -69,11 +70,19 @@ def backend_for(tensor: torch.Tensor) -> Backend:
     """The backend for operations on this tensor. Raises `BuildError` where the setting forbids a fallback."""
     if tensor.dtype is torch.float64:
         return reference
-    key = ("cpu" if tensor.is_cpu else tensor.device.type, _override.get() or _setting)
+    override = _override.get()
+    if override is not None and not isinstance(override, str):
+        return override
+    key = ("cpu" if tensor.is_cpu else tensor.device.type, override or _setting)
     backend = _chosen.get(key)
     if backend is None:
         backend = _chosen[key] = _choose(*key)
     return backend
+
+
+def can_record(tensor: torch.Tensor) -> bool:
+    """Whether the kernels in force for this tensor can be recorded into a program (see `cpu/program.py`)."""
+    return backend_for(tensor).name == "cpu"
 
 
 def _check_setting(name: str) -> None:
@@ -90,6 +99,16 @@ def set_backend(name: str) -> None:
 
 
 @contextmanager
+def use_kernels(kernels: Backend) -> Iterator[None]:
+    """This very backend inside a `with` block, for the thread that runs it (float64 stays the reference's)."""
+    token = _override.set(kernels)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """The given backend inside a `with` block, for the thread that runs it; the previous one after it."""
     _check_setting(name)
@@ -102,7 +121,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 def backend_info() -> dict[str, str | list[str]]:
     """What `rollout doctor` shows: the setting, the backend for CPU tensors, compiler, library, OpenMP runtimes."""
-    setting = _override.get() or _setting
+    override = _override.get()
+    setting = override if isinstance(override, str) else _setting
     info: dict[str, str | list[str]] = {"setting": setting, "openmp": openmp_runtimes()}
     try:
         compiler = find_compiler()

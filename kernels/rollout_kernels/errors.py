@@ -7,6 +7,11 @@ import torch
 from rollout_kernels.results import SampleArguments
 
 
+def token_error(token_ids: torch.Tensor, token: int, vocab_size: int) -> ValueError:
+    """A token id outside the vocabulary."""
+    return ValueError(f"token_ids[{token}]={int(token_ids[token])} is not in the vocabulary (0 to {vocab_size - 1})")
+
+
 def slot_error(slot_mapping: torch.Tensor, token: int, num_slots: int) -> ValueError:
     """A slot outside the KV cache."""
     slot = int(slot_mapping[token])
@@ -39,6 +44,6 @@ def logprob_error(
 ) -> ValueError:
     """A token id (problem 1) or a temperature (problem 2) of `token_logprobs` out of range."""
     if problem == 1:
-        return ValueError(f"token_ids[{row}]={int(token_ids[row])} is not in the vocabulary (0 to {vocab_size - 1})")
+        return token_error(token_ids, row, vocab_size)
     value = temperature[row].item() if isinstance(temperature, torch.Tensor) else temperature
     return ValueError(f"temperature={value!r} (row {row}) is not valid: it must be a finite number above 0")

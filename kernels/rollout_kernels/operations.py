@@ -15,11 +15,13 @@ import torch
 from rollout_kernels import autograd, checks
 from rollout_kernels.dispatch import backend_for
 from rollout_kernels.reference.kv_cache import kv_cache_shapes
+from rollout_kernels.reference.reduce import accumulation_dtype
 from rollout_kernels.results import SampleArguments, SampleResult
 
 __all__ = [
     "copy_blocks",
     "copy_blocks_between",
+    "embedding",
     "fingerprint",
     "kv_cache_shapes",
     "linear",
@@ -40,6 +42,17 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of weight [V, H] for token ids (int64 [T]) -> [T, H], widened to float32 (float64).
+
+    Raises `ValueError` for an id outside the table, `IndexError` where a gradient is wanted.
+    """
+    checks.embedding(token_ids, weight)
+    if _wants_grad(weight):
+        return torch.nn.functional.embedding(token_ids, weight).to(accumulation_dtype(weight.dtype))
+    return backend_for(weight).embedding(token_ids, weight)
 
 
 def linear(

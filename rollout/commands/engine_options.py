@@ -20,6 +20,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=int, metavar="TOKENS")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or text such as 4GiB")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
+    group.add_argument(
+        "--enforce-eager", action="store_const", const=True, help="run every step through Python; same results, slower"
+    )
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
 
 
@@ -35,6 +38,7 @@ _FIELDS = (
     "block_size",
     "kv_cache_memory",
     "gpu_memory_utilization",
+    "enforce_eager",
     "enable_prefix_caching",
 )
 

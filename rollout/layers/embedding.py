@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import rollout_kernels
+
 
 class Embedding(nn.Module):
     """weight: [vocab_size, hidden]. Tied models read the same tensor as their output head."""
@@ -15,4 +17,4 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [T] -> float32 [T, hidden]."""
-        return torch.nn.functional.embedding(input_ids, self.weight).float()
+        return rollout_kernels.embedding(input_ids, self.weight)

@@ -12,6 +12,7 @@ from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
 from rollout.models.causal_lm import CausalLM
 from rollout.sampling.sampler import sample_rows
 from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
+from rollout.worker.decode_program import DecodePrograms
 
 _SCORE_ROWS = 256  # rows of logits held at once while scoring: 256 x 49,152 float32 are 50 MB
 
@@ -24,6 +25,7 @@ class Runner:
     kv_caches: KVCaches
     host_caches: KVCaches = field(default_factory=list)  # for the KV of preempted requests, where swapping is on
     block_size: int = 16
+    decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
 
     @property
     def tiles_per_block(self) -> int:
@@ -36,11 +38,23 @@ class Runner:
         self._move_blocks(plan)
         if plan.is_empty:
             return _empty_result()
+        logits = self._replay(plan)
+        if logits is not None:
+            return self._sample(plan, logits, [draw.sequence_index for draw in plan.draws])
         hidden = self._forward(plan.sequences)
         ends = np.cumsum([len(sequence.token_ids) for sequence in plan.sequences])
         result = self._draw(plan, hidden, ends)
         self._score(plan, hidden, ends, result)
         return result
+
+    def _replay(self, plan: SchedulePlan) -> torch.Tensor | None:
+        """Logits of every sequence of a plan that a recorded decode step can compute, otherwise None."""
+        count = len(plan.sequences)
+        if self.decode_programs is None or len(plan.draws) != count or plan.num_scheduled_tokens != count:
+            return None
+        if any(sequence.target_token_ids for sequence in plan.sequences):
+            return None
+        return self.decode_programs.run(plan.sequences)
 
     def _move_blocks(self, plan: SchedulePlan) -> None:
         if plan.swap_out:
@@ -84,7 +98,11 @@ class Runner:
         row_of = {sequence_index: row for row, sequence_index in enumerate(drawn)}
         last_tokens = torch.from_numpy(ends[drawn] - 1)
         logits = self.model.compute_logits(hidden[last_tokens])  # float32 [R, vocab]
-        sampled = sample_rows(logits, plan.draws, [row_of[draw.sequence_index] for draw in plan.draws])
+        return self._sample(plan, logits, [row_of[draw.sequence_index] for draw in plan.draws])
+
+    def _sample(self, plan: SchedulePlan, logits: torch.Tensor, rows: list[int]) -> StepResult:
+        """One token for each draw of the plan, from row `rows[i]` of the logits."""
+        sampled = sample_rows(logits, plan.draws, rows)
         return StepResult(
             token_ids=sampled.token_ids.numpy(),
             raw_logprobs=sampled.raw_logprobs.numpy(),

@@ -22,11 +22,15 @@ from rollout.models.loader import (
 from rollout.platform import cpu
 from rollout.sampling_params import SamplingParams
 from rollout.worker.batch import KVCaches
+from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, trim_heap
 from rollout.worker.runner import Runner
 from rollout.worker.slab import Slab
 
-_SLEEPERS = {"weights": ("weights",), "kv_cache": ("kv_cache", "swap")}  # wake-up tag -> owners in the ledger
+_SLEEPERS = {
+    "weights": ("weights",),
+    "kv_cache": ("kv_cache", "swap", "workspace"),
+}  # wake-up tag -> owners in the ledger
 _PROFILE_TOKENS = 256
 
 
@@ -61,6 +65,7 @@ class Worker:
         self.runner = Runner(self.model, [], [], config.block_size)
         self.pool = self._size_pool()
         self._allocate_pool()
+        self._prepare_decode_programs()
 
     def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
         """Reads the checkpoint again, into the tensors that are there."""
@@ -159,6 +164,25 @@ class Worker:
             host = Slab("swap", size.num_host_blocks * size.block_bytes + padding, huge_pages=False)
             self.ledger.register("swap", host)
             self.runner.host_caches = self._caches(size.num_host_blocks, host)
+
+    def _prepare_decode_programs(self) -> None:
+        """Lets decode steps be recorded."""
+        if self.config.enforce_eager:
+            return
+        shape = self.model.shape
+        longest = self.config.max_model_len or shape.max_position_embeddings
+        logits = 4 * self.config.max_num_seqs * shape.vocab_size
+        # No page is held before it is written, so the generous part costs nothing where it is not needed.
+        slab = Slab("workspace", 2 * logits + (256 << 20), huge_pages=False)
+        self.ledger.register("workspace", slab)
+        self.runner.decode_programs = DecodePrograms(
+            self.model,
+            self.runner.kv_caches,
+            self.config.block_size,
+            self.config.max_num_seqs,
+            -(-longest // self.config.block_size),
+            slab.carve((slab.free_bytes,), torch.uint8),
+        )
 
     def _caches(self, num_blocks: int, slab: Slab | None) -> KVCaches:
         model = self.model.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from rollout import LLM, SamplingParams
+from rollout.core.schedule import Draw
+from rollout.sampling.sampler import sample_rows
+from rollout_kernels import SampleResult
 from tests.support.tiny import make_tiny_llama
 
 
@@ -62,37 +66,34 @@ def test_every_valid_extreme_gives_finite_probabilities(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, "all nan", "all -inf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "enforce_eager"), [(0.0, False), (1.0, False), (1.0, True)])
 def test_logits_that_are_not_numbers_end_their_own_request_in_error(
-    poison: float | str, temperature: float, tmp_path: Path
+    poison: float | str, temperature: float, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # case SP-05
     folder = make_tiny_llama(tmp_path)
-    llm = LLM(folder, kv_cache_memory="8MiB", block_size=4)
+    llm = LLM(folder, kv_cache_memory="8MiB", block_size=4, enforce_eager=enforce_eager)
     params = SamplingParams(temperature=temperature, max_tokens=12, seed=1, ignore_eos=True)
     prompts = [[10 + i] * 9 for i in range(5)]
     clean = [output.outputs[0] for output in llm.generate(prompts, params)]
     assert llm.reset_prefix_cache()
 
-    model = llm.collective_rpc(lambda worker: worker.model)[0]
-    compute = model.compute_logits
     num_calls = 0
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+    def poisoned(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> SampleResult:
         nonlocal num_calls
         num_calls += 1
-        logits = compute(hidden)
         if num_calls == 4:
             row = logits[2]
             if isinstance(poison, str):
                 row.fill_(math.nan if poison == "all nan" else -math.inf)
             else:
                 row[77] = poison
-        return logits
+        return sample_rows(logits, draws, rows)
 
-    model.compute_logits = poisoned
-    outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
-    model.compute_logits = compute
+    with monkeypatch.context() as patch:
+        patch.setattr("rollout.worker.runner.sample_rows", poisoned)
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
 
     bad = outputs.pop(2)
     expected = clean.pop(2)
@@ -108,24 +109,24 @@ def test_logits_that_are_not_numbers_end_their_own_request_in_error(
     assert again.outputs[0].token_ids == expected.token_ids
 
 
-def test_an_error_of_a_forward_pass_is_raised_and_loses_no_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_an_error_of_a_forward_pass_is_raised_and_loses_no_tokens(
+    enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_tiny_llama(tmp_path)
-    llm = LLM(folder, kv_cache_memory="8MiB")
+    llm = LLM(folder, kv_cache_memory="8MiB", enforce_eager=enforce_eager)
     params = SamplingParams(max_tokens=10, seed=1, ignore_eos=True, n=2)
     expected = llm.generate([[5, 6, 7]], params)[0].outputs
     llm.enqueue([[5, 6, 7]], params)
     for _ in range(4):
         llm.step()
-    model = llm.collective_rpc(lambda worker: worker.model)[0]
-    compute = model.compute_logits
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
+    def broken(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> SampleResult:
         raise MemoryError("injected")
 
-    model.compute_logits = broken
-    with pytest.raises(MemoryError, match="injected"):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="injected"):
+        patch.setattr("rollout.worker.runner.sample_rows", broken)
         llm.step()
-    model.compute_logits = compute
     outputs = llm.wait_for_completion()[0].outputs
     assert [c.token_ids for c in outputs] == [c.token_ids for c in expected]
     assert llm.get_metrics()["kv_cache_usage"] == 0

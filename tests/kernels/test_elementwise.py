@@ -131,3 +131,18 @@ def test_wrong_arguments_are_named() -> None:
         rk.rotary_embedding(randn(2, 3, 8), randn(2, 3, 8), torch.arange(2, dtype=torch.int32), randn(4, 8))
     with pytest.raises(ValueError, match="heads of a row must lie side by side"):
         rk.rotary_embedding(randn(2, 8, 4).transpose(0, 1), randn(8, 3, 4), torch.arange(8), randn(8, 4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 64, 577])
+def test_embedding_rows_are_widened_exactly(backend: str, dtype: torch.dtype, size: int) -> None:
+    weight = rows_apart(randn(23, size, dtype=dtype, seed=size))
+    ids = torch.tensor([22, 0, 7, 7, 1])
+    with rk.use_backend(backend):
+        out = rk.embedding(ids, weight)
+        assert out.dtype is torch.float32
+        assert_same_bits(out, torch.stack([weight[i].float() for i in ids.tolist()]))
+        for bad in (-1, 23):
+            with pytest.raises(ValueError, match=rf"token_ids\[1\]={bad} is not in the vocabulary \(0 to 22\)"):
+                rk.embedding(torch.tensor([0, bad]), weight)

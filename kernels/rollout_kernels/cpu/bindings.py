@@ -46,8 +46,9 @@ _CODES: dict[str, Any] = {
 }
 
 # Function -> result and arguments: p pointer, l 64-bit integer, i int, f float, u unsigned 64-bit integer.
-_SIGNATURES = {
+SIGNATURES = {
     "rk_set_num_threads": ("-", "l"),
+    "rk_embedding": ("l", "pli p l p ll"),
     "rk_linear": ("-", "pli pli p pli lll"),
     "rk_rms_norm": ("-", "pli pi f pl pi p ll"),
     "rk_rms_norm_backward": ("-", "pi p p pi f pi p p p ll"),
@@ -62,6 +63,7 @@ _SIGNATURES = {
     "rk_noise_bits": ("-", "lll p p l"),
     "rk_token_logprobs": ("l", "pl p p f p p ll"),
     "rk_token_logprobs_backward": ("-", "pl p p f p p i ll"),
+    "rk_replay": ("l", "ppp l p"),
     "rk_fingerprint": ("u", "p lll"),
 }
 
@@ -69,7 +71,7 @@ _SIGNATURES = {
 def bind(library: ctypes.CDLL) -> dict[str, Any]:
     """The library's functions by name without `rk_`, their argument types set."""
     functions = {}
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype = _CODES[result]
         function.argtypes = [_CODES[code] for code in arguments.replace(" ", "")]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from rollout_kernels.cpu.bindings import CSampleArguments, bind
 from rollout_kernels.cpu.build import load_library
-from rollout_kernels.errors import draw_error, logprob_error, position_error, slot_error
+from rollout_kernels.errors import draw_error, logprob_error, position_error, slot_error, token_error
 from rollout_kernels.results import SampleArguments, SampleResult
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1}
@@ -19,10 +21,15 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        functions = bind(load_library())
+    def __init__(
+        self, functions: dict[str, Any] | None = None, empty: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
+        """`functions` stand in for the library's, by name; `empty` for torch's, for what a forward pass allocates."""
+        functions = functions or bind(load_library())
+        self._empty = empty
         self._set_num_threads = functions["set_num_threads"]
         self._num_threads = 0
+        self._embedding = functions["embedding"]
         self._linear = functions["linear"]
         self._rms_norm = functions["rms_norm"]
         self._rms_norm_backward = functions["rms_norm_backward"]
@@ -46,13 +53,25 @@ class CpuKernels:
             self._set_num_threads(count)
             self._num_threads = count
 
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self._follow_torch()
+        rows, size = token_ids.shape[0], weight.shape[1]
+        out = self._empty(rows, size, dtype=torch.float32)
+        bad = self._embedding(
+            *(weight.data_ptr(), weight.stride(0), _DTYPE[weight.dtype], token_ids.data_ptr(), weight.shape[0]),
+            *(out.data_ptr(), rows, size),
+        )
+        if bad:
+            raise token_error(token_ids, bad - 1, weight.shape[0])
+        return out
+
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
     ) -> torch.Tensor:
         self._follow_torch()
         rows, depth = x.shape
         columns = weight.shape[0]
-        out = torch.empty(rows, columns, dtype=out_dtype)
+        out = self._empty(rows, columns, dtype=out_dtype)
         code = _DTYPE[x.dtype]
         # fmt: off
         self._linear(
@@ -72,12 +91,12 @@ class CpuKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._follow_torch()
         rows, size = x.shape
-        out = torch.empty(rows, size, dtype=out_dtype)
+        out = self._empty(rows, size, dtype=out_dtype)
         residual_pointer, residual_stride, total_pointer = None, 0, None
         if residual is None and x.dtype is torch.float32:
             total = x
         else:
-            total = torch.empty(rows, size, dtype=torch.float32)
+            total = self._empty(rows, size, dtype=torch.float32)
             total_pointer = total.data_ptr()
             if residual is not None:
                 residual_pointer, residual_stride = residual.data_ptr(), residual.stride(0)
@@ -130,7 +149,7 @@ class CpuKernels:
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         self._follow_torch()
         rows, size = x.shape[0], x.shape[1] // 2
-        out = torch.empty(rows, size, dtype=x.dtype)
+        out = self._empty(rows, size, dtype=x.dtype)
         self._silu_and_mul(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], out.data_ptr(), rows, size)
         return out
 
@@ -177,7 +196,7 @@ class CpuKernels:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._follow_torch()
         tokens, heads, head_dim = q.shape
-        out = torch.empty(tokens, heads, head_dim, dtype=q.dtype)
+        out = self._empty(tokens, heads, head_dim, dtype=q.dtype)
         lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
         # fmt: off
         self._paged_attention(

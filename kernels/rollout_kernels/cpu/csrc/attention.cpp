@@ -10,6 +10,7 @@
 // for bit whatever the block size.
 #include <vector>
 
+#include "kernels.h"
 #include "simd.h"
 #include "threads.h"
 

@@ -1,9 +1,10 @@
-// RMS norm with a residual, rotary embedding and SiLU gating, with their backward passes. Rows are independent; inside
+// Token embedding, RMS norm with a residual, rotary embedding and SiLU gating, with their backward passes. Rows are independent; inside
 // a row the order is fixed, so a row's result does not depend on the rows beside it or on the number of threads.
 #include <cmath>
 #include <vector>
 
 #include "common.h"
+#include "kernels.h"
 #include "threads.h"
 
 namespace {
@@ -119,6 +120,20 @@ void silu_backward_rows(const T* grad, const T* x, long stride, T* grad_x, long 
 }
 
 }  // namespace
+
+// Rows of a table, widened to float32. Returns 0, or 1 + the index of the first id outside the table; nothing is written then.
+extern "C" long rk_embedding(const void* weight, long w_row_stride, int dtype, const long* ids, long vocab_size, float* out,
+                             long rows, long size) {
+  for (long t = 0; t < rows; t++)
+    if (ids[t] < 0 || ids[t] >= vocab_size) return t + 1;
+  with_dtype(dtype, [&](auto* p) {
+    parallel_for(rows, rows * size > kParallelElements, [&](long t) {
+      const auto* row = (const RK_ELEMENT(p)*)weight + ids[t] * w_row_stride;
+      for (long i = 0; i < size; i += 16) store_lanes(out + t * size + i, load_lanes(row + i, size - i), size - i);
+    });
+  });
+  return 0;
+}
 
 extern "C" void rk_rms_norm(const void* x, long x_stride, int x_dtype, const void* weight, int w_dtype, float eps,
                             const float* residual, long residual_stride, void* out, int out_dtype, float* sum, long rows,

@@ -3,6 +3,7 @@
 // The lanes of an accumulator run over K (32 bfloat16 pairs-of-pairs, or 16 floats, a step), one accumulator an
 // output, and end in one fixed tree of additions. Register tiles of several rows and columns share loads only, so an
 // output has the same bits whatever stands beside it. Weights are read where the checkpoint's layout has them.
+#include "kernels.h"
 #include "simd.h"
 #include "threads.h"
 

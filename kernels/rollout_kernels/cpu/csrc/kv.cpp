@@ -1,6 +1,7 @@
 // Writing keys and values into the tiled cache, and copying whole blocks within or between caches. Tiles are laid out as
 // `attention.cpp` describes.
 #include "common.h"
+#include "kernels.h"
 #include "threads.h"
 
 namespace {
