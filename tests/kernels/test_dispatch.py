@@ -35,7 +35,7 @@ def test_float64_is_always_the_reference() -> None:
 
 
 def test_unknown_settings_and_devices_are_named() -> None:
-    with pytest.raises(ValueError, match="backend='gpu' is not valid: it must be one of 'auto', 'cpu', 'triton', 'reference'"):
+    with pytest.raises(ValueError, match="backend='gpu' is not valid: .* one of 'auto', 'cpu', 'triton', 'reference'"):
         rk.set_backend("gpu")
     with pytest.raises(
         ValueError, match="no kernels for device 'meta' with backend 'auto': known devices are cpu, cuda"
