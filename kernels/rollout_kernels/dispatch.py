@@ -49,24 +49,20 @@ def _cpu_kernels() -> Backend:
     return CpuKernels()
 
 
-@functools.cache
-def _triton_kernels() -> Backend:
+def _triton_kernels(device_type: str) -> Backend:
+    """Raises `BuildError` without triton, `ValueError` for CPU tensors where the kernels are not interpreted."""
     if importlib.util.find_spec("triton") is None:
         raise BuildError("triton is not installed, which the GPU kernels are written in: pip install 'rollout-rl[gpu]'")
-    from rollout_kernels.gpu import ops
-
-    return ops
-
-
-def _check_interpreter() -> None:
-    """Triton's kernels were made for the interpreter. Raises `ValueError` where they were not."""
     from rollout_kernels.gpu.interpreter import is_interpreted
 
-    if not is_interpreted():
+    if device_type == "cpu" and not is_interpreted():
         raise ValueError(
             "backend 'triton' computes on CUDA tensors; on CPU tensors it runs only in Triton's interpreter: set "
             "TRITON_INTERPRET=1 before Python starts"
         )
+    from rollout_kernels.gpu import ops
+
+    return ops
 
 
 @functools.cache
@@ -90,12 +86,7 @@ def _choose(device_type: str, setting: str) -> Backend:
 def _load(name: str, device_type: str) -> Backend:
     if name == "cpu":
         return _cpu_kernels()
-    if name == "reference":
-        return reference
-    kernels = _triton_kernels()
-    if device_type == "cpu":
-        _check_interpreter()
-    return kernels
+    return _triton_kernels(device_type) if name == "triton" else reference
 
 
 def backend_for(tensor: torch.Tensor) -> Backend:
