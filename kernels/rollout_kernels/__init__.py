@@ -8,12 +8,14 @@
 
 from rollout_kernels.cpu.build import BuildError
 from rollout_kernels.dispatch import backend_info, can_record, set_backend, use_backend
+from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
     copy_blocks_between,
     embedding,
     fingerprint,
     kv_cache_shapes,
+    kv_scale_shape,
     linear,
     linear_token_logprobs,
     noise_bits,
@@ -40,6 +42,8 @@ __all__ = [
     "STATUS_NOT_NUMBERS",
     "STATUS_OK",
     "BuildError",
+    "KVCache",
+    "KVLayout",
     "SampleArguments",
     "SampleResult",
     "backend_info",
@@ -49,6 +53,7 @@ __all__ = [
     "embedding",
     "fingerprint",
     "kv_cache_shapes",
+    "kv_scale_shape",
     "linear",
     "linear_token_logprobs",
     "noise_bits",

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from rollout_kernels.dispatch import Backend
-from rollout_kernels.reference.kv_cache import kv_cache_shapes
+from rollout_kernels.kv_cache import KVCache, kv_cache_shapes
 from rollout_kernels.reference.reduce import accumulation_dtype
 
 _POOL_BLOCK = 16  # tokens in a block of the scratch KV pool
@@ -145,13 +145,14 @@ def packed_attention(
     first_block = blocks.cumsum(0) - blocks
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
     position = torch.arange(q.shape[0], device=q.device) - starts[sequence]
-    shapes = kv_cache_shapes(int(blocks.sum()), _POOL_BLOCK, k.shape[1], k.shape[2], k.dtype)
-    k_cache, v_cache = (torch.empty(shape, dtype=k.dtype, device=k.device) for shape in shapes)
-    backend.write_kv(k, v, k_cache, v_cache, first_block[sequence] * _POOL_BLOCK + position)
+    shapes = kv_cache_shapes(int(blocks.sum()), _POOL_BLOCK, k.shape[1], k.shape[2], k.dtype, backend.kv_layout)
+    cache = KVCache(*(torch.empty(shape, dtype=k.dtype, device=k.device) for shape in shapes))
+    backend.write_kv(k, v, cache, first_block[sequence] * _POOL_BLOCK + position)
     width = max(int(blocks.max()) if len(blocks) else 0, 1)
     block_tables = (first_block[:, None] + torch.arange(width, device=q.device)).to(torch.int32)
     return backend.paged_attention(
-        q, k_cache, v_cache, block_tables, query_start, lengths.to(torch.int32), _POOL_BLOCK, scale, return_lse
+        *(q, cache, block_tables, query_start, lengths.to(torch.int32), _POOL_BLOCK, scale, return_lse),
+        *(None, None),  # neither a window nor a soft cap
     )
 
 

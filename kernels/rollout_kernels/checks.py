@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
+from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache, KVLayout, tile_shapes
 from rollout_kernels.results import SampleArguments
 
 MODEL_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -131,24 +133,45 @@ def packed_kv(k: torch.Tensor, v: torch.Tensor) -> None:
         fail_shape("v", v, f"that of k, {tuple(k.shape)}")
 
 
-@functools.cache
-def _tile_shapes(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of one head of a key tile and of a value tile."""
-    padded = -(-head_dim // 16) * 16
-    return ((padded // 2, 16, 2), (8, padded, 2)) if dtype is torch.bfloat16 else ((padded, 16), (16, padded))
+_tile_shapes = functools.cache(tile_shapes)
 
 
-def kv_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, like: torch.Tensor, head_dim: int) -> None:
-    same_dtype("k_cache", k_cache, "v_cache", v_cache)
-    if k_cache.dtype is not like.dtype:
-        raise TypeError(f"k_cache is {k_cache.dtype} and the tokens are {like.dtype}: they must be the same")
-    wanted_k, wanted_v = _tile_shapes(head_dim, k_cache.dtype)
-    if k_cache.shape[2:] != wanted_k:
-        fail_shape("k_cache", k_cache, f"[tiles, H, {', '.join(map(str, wanted_k))}]: see kv_cache_shapes")
-    if v_cache.shape[2:] != wanted_v or v_cache.shape[:2] != k_cache.shape[:2]:
-        fail_shape("v_cache", v_cache, f"[tiles, H, {', '.join(map(str, wanted_v))}]: see kv_cache_shapes")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
+def kv_cache(cache: KVCache, like: torch.Tensor, head_dim: int, layout: KVLayout) -> None:
+    """The cache can hold tokens such as `like`, in the backend's layout."""
+    keys, values = cache.keys, cache.values
+    same_dtype("cache.keys", keys, "cache.values", values)
+    if keys.dtype is not like.dtype and keys.dtype not in QUANTISED_MAXIMUM:
+        raise TypeError(
+            f"cache.keys is {keys.dtype} and the tokens are {like.dtype}: they must be the same, or the cache "
+            f"quantised ({' or '.join(map(str, QUANTISED_MAXIMUM))})"
+        )
+    wanted_keys, wanted_values = _tile_shapes(head_dim, keys.dtype, layout)
+    if keys.shape[2:] != wanted_keys:
+        fail_shape("cache.keys", keys, f"[tiles, H, {', '.join(map(str, wanted_keys))}]: see kv_cache_shapes")
+    if values.shape[2:] != wanted_values or values.shape[:2] != keys.shape[:2]:
+        fail_shape("cache.values", values, f"[tiles, H, {', '.join(map(str, wanted_values))}]: see kv_cache_shapes")
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("cache.keys and cache.values must be contiguous")
+    _kv_scales("cache.key_scales", cache.key_scales, keys)
+    _kv_scales("cache.value_scales", cache.value_scales, keys)
+
+
+def _kv_scales(name: str, scales: torch.Tensor | None, keys: torch.Tensor) -> None:
+    if (scales is not None) != (keys.dtype in QUANTISED_MAXIMUM):
+        wanted = "must be None" if scales is not None else "must be given"
+        raise TypeError(f"cache.keys is {keys.dtype}: {name} {wanted}")
+    if scales is None:
+        return
+    has_dtype(name, scales, torch.float32)
+    if scales.shape != (*keys.shape[:2], TILE) or not scales.is_contiguous():
+        fail_shape(name, scales, f"[{keys.shape[0]}, {keys.shape[1]}, {TILE}] and contiguous")
+
+
+def attention_options(window: int | None, soft_cap: float | None) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window={window!r} is not valid: it must be an integer of at least 1, or None")
+    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"soft_cap={soft_cap!r} is not valid: it must be a finite number above 0, or None")
 
 
 def query_heads(q: torch.Tensor, num_kv_heads: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rollout_kernels import autograd, checks
 from rollout_kernels.dispatch import backend_for
-from rollout_kernels.reference.kv_cache import kv_cache_shapes
+from rollout_kernels.kv_cache import KVCache, kv_cache_shapes, kv_scale_shape
 from rollout_kernels.reference.reduce import accumulation_dtype
 from rollout_kernels.results import SampleArguments, SampleResult
 
@@ -24,6 +24,7 @@ __all__ = [
     "embedding",
     "fingerprint",
     "kv_cache_shapes",
+    "kv_scale_shape",
     "linear",
     "linear_token_logprobs",
     "noise_bits",
@@ -36,8 +37,6 @@ __all__ = [
     "varlen_attention",
     "write_kv",
 ]
-
-KVCache = tuple[torch.Tensor, torch.Tensor]
 
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -111,40 +110,44 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return backend_for(x).silu_and_mul(x)
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Writes k and v [T, Hkv, D] to the slots int64 [T] of a layer's cache; no two tokens may name one slot.
 
-    The caches have the shapes of `kv_cache_shapes`. Raises `ValueError` for a slot outside them, and writes nothing.
+    The cache has the shapes of `kv_cache_shapes`, and those of `kv_scale_shape` where it is quantised: then each token
+    and head is written as `QUANTISED_MAXIMUM` says. Raises `ValueError` for a slot outside it, and writes nothing.
     """
+    backend = backend_for(k)
     checks.packed_kv(k, v)
-    checks.kv_cache(k_cache, v_cache, k, k.shape[2])
-    if k_cache.shape[1] != k.shape[1]:
-        checks.fail_shape("k", k, f"[T, {k_cache.shape[1]}, D], as the cache has it")
+    checks.kv_cache(cache, k, k.shape[2], backend.kv_layout)
+    if cache.keys.shape[1] != k.shape[1]:
+        checks.fail_shape("k", k, f"[T, {cache.keys.shape[1]}, D], as the cache has it")
     checks.vector("slot_mapping", slot_mapping, k.shape[0], torch.int64)
-    backend_for(k).write_kv(k, v, k_cache, v_cache, slot_mapping)
+    backend.write_kv(k, v, cache, slot_mapping)
 
 
 def paged_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_size: int,
     scale: float,
     return_lse: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of q [T, Hq, D] over the paged cache -> [T, Hq, D] (and log-sum-exp of the scores [T, Hq]).
 
     Sequence s has the queries `query_start[s] : query_start[s + 1]` (int32 [S + 1]), which are its last ones, and
     `seq_lens[s]` keys (int32 [S], those of this step included), found through `block_tables` (int32 [S, max_blocks]).
-    Not differentiable: see `varlen_attention`.
+    With a `window` the query at position p sees the keys p - window + 1 to p; with a `soft_cap` a score s becomes
+    soft_cap * tanh(s / soft_cap). Not differentiable: see `varlen_attention`.
     """
-    checks.kv_cache(k_cache, v_cache, q, q.shape[-1])
-    checks.query_heads(q, k_cache.shape[1])
+    backend = backend_for(q)
+    checks.kv_cache(cache, q, q.shape[-1], backend.kv_layout)
+    checks.query_heads(q, cache.keys.shape[1])
+    checks.attention_options(window, soft_cap)
     num_seqs = seq_lens.shape[0]
     checks.vector("seq_lens", seq_lens, num_seqs, torch.int32)
     checks.vector("query_start", query_start, num_seqs + 1, torch.int32)
@@ -152,8 +155,8 @@ def paged_attention(
     if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs:
         checks.fail_shape("block_tables", block_tables, f"[{num_seqs}, max_blocks]")
     checks.unit_stride("block_tables", block_tables)
-    out, lse = backend_for(q).paged_attention(
-        q, k_cache, v_cache, block_tables, query_start, seq_lens, block_size, scale, return_lse
+    out, lse = backend.paged_attention(
+        q, cache, block_tables, query_start, seq_lens, block_size, scale, return_lse, window, soft_cap
     )
     return (out, lse) if return_lse else out
 
@@ -178,7 +181,7 @@ def varlen_attention(
 
 
 def copy_blocks(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]], tiles_per_block: int) -> None:
-    """Copies block `source` to block `destination` in every layer's cache, pair after pair."""
+    """Copies block `source` to block `destination` in every layer's cache, its scales included, pair after pair."""
     copy_blocks_between(caches, caches, pairs, tiles_per_block)
 
 
@@ -189,10 +192,12 @@ def copy_blocks_between(
     tiles_per_block: int,
 ) -> None:
     """Copies blocks from one pool to another (swap): (source, destination) pairs in order, for every layer."""
-    sources = [tensor for cache in source_caches for tensor in cache]
-    destinations = [tensor for cache in destination_caches for tensor in cache]
-    if len(sources) != len(destinations):
+    sources = [tensor for cache in source_caches for tensor in cache.tensors()]
+    destinations = [tensor for cache in destination_caches for tensor in cache.tensors()]
+    if len(source_caches) != len(destination_caches):
         raise ValueError(f"source_caches has {len(source_caches)} layers, destination_caches {len(destination_caches)}")
+    if len(sources) != len(destinations):
+        raise ValueError("source_caches and destination_caches must both be quantised, or neither")
     for source, destination in zip(sources, destinations, strict=True):
         checks.same_dtype("source_caches", source, "destination_caches", destination)
         if source.shape[1:] != destination.shape[1:] or not (source.is_contiguous() and destination.is_contiguous()):

@@ -27,10 +27,10 @@ class Attention(nn.Module):
         paged = batch.paged
         if paged is None:
             return self._packed(q, k, v, batch.query_start, batch.shared)
-        k_cache, v_cache = paged.kv_caches[self.layer_index]
-        rollout_kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
+        cache = paged.kv_caches[self.layer_index]
+        rollout_kernels.write_kv(k, v, cache, paged.slot_mapping)
         out = rollout_kernels.paged_attention(
-            q, k_cache, v_cache, paged.block_tables, batch.query_start, paged.seq_lens, paged.block_size, self.scale
+            q, cache, paged.block_tables, batch.query_start, paged.seq_lens, paged.block_size, self.scale
         )
         assert isinstance(out, torch.Tensor)  # a pair only where the log-sum-exp is asked for
         return out

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]  # one (keys, values) a layer
+from rollout_kernels import KVCache
+
+KVCaches = list[KVCache]  # one a layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class DecodePrograms:
             return None
         if any(self._hooks):  # somebody watches the modules: a replay would not call them
             return None
-        if not can_record(self._kv_caches[0][0]):
+        if not can_record(self._kv_caches[0].keys):
             return None
         self._fill(sequences)
         recorded = self._recorded.get(count)

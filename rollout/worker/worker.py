@@ -193,4 +193,4 @@ class Worker:
         def tensor(shape: Sequence[int]) -> torch.Tensor:
             return torch.zeros(tuple(shape), dtype=self.dtype) if slab is None else slab.carve(shape, self.dtype)
 
-        return [(tensor(shapes[0]), tensor(shapes[1])) for _ in range(model.num_hidden_layers)]
+        return [rollout_kernels.KVCache(tensor(shapes[0]), tensor(shapes[1])) for _ in range(model.num_hidden_layers)]

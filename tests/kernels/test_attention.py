@@ -16,17 +16,27 @@ from tests.support.kernels import (
     rows_apart,
 )
 
+WINDOW_BACKENDS = ["reference"]
 HEADS = [(9, 3, 64), (7, 1, 80), (4, 4, 16), (2, 1, 6)]
 
 
 def exact_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 attention of the last len(q) positions of one sequence: out [T, Hq, D], lse [T, Hq]."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
     hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+    if window is not None:
+        hidden |= torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q) - window)
     scores = scores.masked_fill(hidden, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1).T
 
@@ -45,22 +55,25 @@ class Sequences:
         self.tables = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
         for table, ids in zip(self.tables, order, strict=True):
             table[: len(ids)] = ids
-        self.caches = nan_caches(sum(blocks), block_size, num_kv_heads, head_dim, dtype)
+        self.cache = nan_caches(sum(blocks), block_size, num_kv_heads, head_dim, dtype)
         tiles = -(-block_size // 16)
         for i, n in enumerate(lengths):
             position = torch.arange(n)
             in_block = position % block_size
             tile = self.tables[i, position // block_size].long() * tiles + in_block // 16
-            rk.write_kv(self.k[i], self.v[i], *self.caches, tile * 16 + in_block % 16)
+            rk.write_kv(self.k[i], self.v[i], self.cache, tile * 16 + in_block % 16)
 
-    def attend(self, queries: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, queries: list[tuple[int, int, int]], window: int | None = None, soft_cap: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Out and lse for (sequence, first position, end position) items, in one call."""
         q = torch.cat([self.q[s][first:end] for s, first, end in queries])
         starts = torch.tensor([0, *(end - first for _, first, end in queries)]).cumsum(0).int()
         sequences = torch.tensor([s for s, _, _ in queries])
         seq_lens = torch.tensor([end for _, _, end in queries], dtype=torch.int32)
         result = rk.paged_attention(
-            rows_apart(q), *self.caches, self.tables[sequences], starts, seq_lens, self.block_size, self.scale, True
+            *(rows_apart(q), self.cache, self.tables[sequences], starts, seq_lens, self.block_size, self.scale, True),
+            *(window, soft_cap),
         )
         return result[0], result[1]
 
@@ -128,15 +141,39 @@ def test_packed_attention_equals_the_paged_one_bit_for_bit(backend: str, dtype: 
     assert_same_bits(packed, paged)
 
 
+@pytest.mark.parametrize("backend", WINDOW_BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [(1, None), (16, None), (50, 3.0), (None, 2.0), (1000, None)])
+def test_windows_and_soft_caps_equal_float64(
+    backend: str, dtype: torch.dtype, options: tuple[int | None, float | None]
+) -> None:
+    lengths = [1, 16, 37] if backend == "reference" else [1, 16, 17, 70, 200]
+    sequences = Sequences(lengths, (4, 2, 24), dtype, 16)
+    with rk.use_backend(backend):
+        out, lse = sequences.attend([(i, n // 3, n) for i, n in enumerate(lengths)], *options)
+    row = 0
+    for q, k, v in zip(sequences.q, sequences.k, sequences.v, strict=True):
+        q = q[len(q) // 3 :]
+        expected, expected_lse = exact_attention(q, k, v, sequences.scale, *options)
+        assert_close(out[row : row + len(q)], expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert_close(lse[row : row + len(q)], expected_lse, 3e-3 if dtype == torch.bfloat16 else 1e-5)
+        row += len(q)
+
+
 def test_wrong_arguments_are_named() -> None:
-    k_cache, v_cache = nan_caches(2, 16, 2, 16, torch.float32)
+    cache = nan_caches(2, 16, 2, 16, torch.float32)
     table, starts, lens = torch.zeros(1, 1).int(), torch.tensor([0, 1]).int(), torch.tensor([1]).int()
     with pytest.raises(ValueError, match="multiple of the 2 key-value heads"):
-        rk.paged_attention(randn(1, 3, 16), k_cache, v_cache, table, starts, lens, 16, 1.0)
+        rk.paged_attention(randn(1, 3, 16), cache, table, starts, lens, 16, 1.0)
     with pytest.raises(TypeError, match=r"block_tables is torch.int64"):
-        rk.paged_attention(randn(1, 4, 16), k_cache, v_cache, table.long(), starts, lens, 16, 1.0)
+        rk.paged_attention(randn(1, 4, 16), cache, table.long(), starts, lens, 16, 1.0)
     with pytest.raises(ValueError, match="query_start has shape"):
-        rk.paged_attention(randn(1, 4, 16), k_cache, v_cache, table, starts[:1], lens, 16, 1.0)
+        rk.paged_attention(randn(1, 4, 16), cache, table, starts[:1], lens, 16, 1.0)
+    arguments = (randn(1, 4, 16), cache, table, starts, lens, 16, 1.0)
+    with pytest.raises(ValueError, match="window=0 is not valid: it must be an integer of at least 1"):
+        rk.paged_attention(*arguments, window=0)
+    with pytest.raises(ValueError, match=r"soft_cap=-1.0 is not valid: it must be a finite number above 0"):
+        rk.paged_attention(*arguments, soft_cap=-1.0)
     with pytest.raises(ValueError, match="query_start must go from 0 to the number of tokens, 3"):
         rk.varlen_attention(randn(3, 4, 16), randn(3, 2, 16), randn(3, 2, 16), torch.tensor([0, 2]).int(), 1.0)
     with pytest.raises(ValueError, match="k has shape"):

@@ -58,12 +58,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     assert worst <= 1.0, f"error is {worst:.2f} times the tolerance"
 
 
-def nan_caches(
-    num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value cache in which every slot holds NaN."""
+def nan_caches(num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype) -> rk.KVCache:
+    """A cache in which every slot holds NaN."""
     k_shape, v_shape = rk.kv_cache_shapes(num_blocks, block_size, heads, head_dim, dtype)
-    return torch.full(k_shape, torch.nan, dtype=dtype), torch.full(v_shape, torch.nan, dtype=dtype)
+    return rk.KVCache(torch.full(k_shape, torch.nan, dtype=dtype), torch.full(v_shape, torch.nan, dtype=dtype))
 
 
 def draw_arguments(draws: int, **values: float | int | torch.Tensor) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from rollout_kernels.cpu.bindings import CSampleArguments, bind
 from rollout_kernels.cpu.build import load_library
 from rollout_kernels.errors import draw_error, logprob_error, position_error, slot_error, token_error
+from rollout_kernels.kv_cache import TILE, KVCache
 from rollout_kernels.results import SampleArguments, SampleResult
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1}
@@ -20,6 +21,7 @@ class CpuKernels:
     """The operations on CPU tensors of bfloat16 and float32. Raises `BuildError` where they cannot be built."""
 
     name = "cpu"
+    kv_layout = "tiled"
 
     def __init__(
         self, functions: dict[str, Any] | None = None, empty: Callable[..., torch.Tensor] = torch.empty
@@ -166,43 +168,49 @@ class CpuKernels:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: KVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
+        _refuse_quantised(cache)
         self._follow_torch()
         tokens, heads, head_dim = k.shape
         # fmt: off
         bad = self._write_kv(
             k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), _DTYPE[k.dtype],
-            k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_cache.shape[0] * 16,
+            cache.keys.data_ptr(), cache.values.data_ptr(), slot_mapping.data_ptr(), cache.keys.shape[0] * TILE,
             tokens, heads, head_dim,
         )
         # fmt: on
         if bad:
-            raise slot_error(slot_mapping, bad - 1, k_cache.shape[0] * 16)
+            raise slot_error(slot_mapping, bad - 1, cache.keys.shape[0] * TILE)
 
     def paged_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: KVCache,
         block_tables: torch.Tensor,
         query_start: torch.Tensor,
         seq_lens: torch.Tensor,
         block_size: int,
         scale: float,
         return_lse: bool,
+        window: int | None,
+        soft_cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _refuse_quantised(cache)
+        if window is not None or soft_cap is not None:
+            raise ValueError(
+                f"window={window!r} and soft_cap={soft_cap!r} are not supported by the CPU kernels: they must be None"
+            )
         self._follow_torch()
         tokens, heads, head_dim = q.shape
         out = self._empty(tokens, heads, head_dim, dtype=q.dtype)
         lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
         # fmt: off
         self._paged_attention(
-            q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), _DTYPE[q.dtype], block_tables.data_ptr(),
-            block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0], heads,
-            k_cache.shape[1], head_dim, block_size, scale, out.data_ptr(), None if lse is None else lse.data_ptr(),
+            q.data_ptr(), q.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), _DTYPE[q.dtype],
+            block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr(),
+            seq_lens.shape[0], heads, cache.keys.shape[1], head_dim, block_size, scale, out.data_ptr(), _pointer(lse),
         )
         # fmt: on
         return out, lse
@@ -309,6 +317,11 @@ class CpuKernels:
         row_bytes = tensor.numel() // max(rows, 1) * size
         stride = tensor.stride(0) * size if tensor.dim() > 1 else row_bytes
         return self._fingerprint(tensor.data_ptr(), rows, row_bytes, stride)
+
+
+def _refuse_quantised(cache: KVCache) -> None:
+    if cache.key_scales is not None:
+        raise TypeError(f"cache.keys is {cache.keys.dtype}: the CPU kernels support bfloat16 and float32 caches")
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

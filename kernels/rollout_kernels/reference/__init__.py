@@ -17,12 +17,14 @@ from rollout_kernels.reference.rotary import rotate_
 from rollout_kernels.reference.sampling import sample
 
 name = "reference"
+kv_layout = "tiled"
 
 __all__ = [
     "attention_backward",
     "copy_blocks",
     "embedding",
     "fingerprint",
+    "kv_layout",
     "linear",
     "name",
     "noise_bits",

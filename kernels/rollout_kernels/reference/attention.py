@@ -6,15 +6,18 @@ from itertools import pairwise
 
 import torch
 
+from rollout_kernels.kv_cache import KVCache
 from rollout_kernels.reference.kv_cache import read_kv, sequence_slots
 from rollout_kernels.reference.reduce import accumulation_dtype, row_sum
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, soft_cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One query [Hkv, G, D] against all of k and v [Hkv, n, D]: out [Hkv, G, D], lse [Hkv, G], probabilities."""
     scores = row_sum(q[:, :, None, :] * k[:, None, :, :]) * scale  # [Hkv, G, n]
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
     maximum = scores.amax(-1, keepdim=True)
     exponentials = (scores - maximum).exp()
     total = row_sum(exponentials)
@@ -25,27 +28,29 @@ def _attend(
 
 def paged_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_size: int,
     scale: float,
     return_lse: bool,
+    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[1], q.shape[2]
+    num_heads, num_kv_heads, head_dim = q.shape[1], cache.keys.shape[1], q.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=accumulation_dtype(q.dtype), device=q.device)
     starts = query_start.tolist()
     for sequence, num_keys in enumerate(seq_lens.tolist()):
         slots = sequence_slots(block_tables[sequence], num_keys, block_size)
-        keys, values = (part.double().transpose(0, 1) for part in read_kv(k_cache, v_cache, slots, head_dim))
+        keys, values = (part.double().transpose(0, 1) for part in read_kv(cache, slots, head_dim))
         first, end = starts[sequence], starts[sequence + 1]
         for token in range(first, end):
             visible = num_keys - (end - 1 - token)
+            oldest = 0 if window is None else max(visible - window, 0)
             query = q[token].double().view(num_kv_heads, num_heads // num_kv_heads, head_dim)
-            value, log_total, _ = _attend(query, keys[:, :visible], values[:, :visible], scale)
+            value, log_total, _ = _attend(query, keys[:, oldest:visible], values[:, oldest:visible], scale, soft_cap)
             out[token] = value.reshape(num_heads, head_dim).to(q.dtype)
             lse[token] = log_total.reshape(num_heads).to(lse.dtype)
     return out, lse if return_lse else None
