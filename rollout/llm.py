@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from rollout.config import EngineConfig
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
+from rollout.engine.profile import StepProfile, profile
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import iterate_checkpoint, read_config
@@ -280,6 +282,10 @@ class LLM:
         """Gauges and counters of the engine, see `rollout.metrics`."""
         with self._lock:
             return engine_metrics(self.engine)
+
+    def profile(self) -> AbstractContextManager[list[StepProfile]]:
+        """Measures where the time goes inside a `with` block (see `rollout.engine.profile.profile`)."""
+        return profile(self.engine)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests in flight by their ids, keeping what they sampled; unknown ids are ignored."""

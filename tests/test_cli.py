@@ -150,6 +150,17 @@ def test_bench_prints_one_line_a_workload(model: str, workload: Path, capsys: py
     assert [line["tokens"] for line in lines] == [1, 3 + 4 + 5 + 6, 3 + 4 + 5 + 6]
 
 
+def test_bench_says_what_the_machine_allows_and_where_the_time_goes(
+    model: str, workload: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.commands.roofline._SECONDS", 0.0)
+    assert main(["bench", model, str(workload), "--roofline", "--profile", *SMALL_ENGINE]) == 0
+    out = capsys.readouterr().out
+    assert "GFLOP/s" in out and "that matrix products alone allow" in out
+    for part in ("matrix products", "attention", "sampling", "other kernels", "host", "all"):
+        assert any(line.startswith(f"  {part} ") for line in out.splitlines())
+
+
 def test_every_workload_that_we_ship_is_valid() -> None:
     names = [bench.read_workload(path)["name"] for path in sorted((ROOT / "scripts/bench/workloads").glob("*.json"))]
     assert names == ["grpo", "grpo_small", "long_context", "shared_prefix", "single"]
@@ -171,6 +182,7 @@ def test_the_process_started_in_the_past() -> None:
         (["generate", SMOLLM2, "--prompt", "x", "--block-size", "0"], "block_size=0"),
         (["generate", SMOLLM2, "--prompts-file", "no/such/file"], "no/such/file"),
         (["bench", SMOLLM2], "nothing to measure"),
+        (["bench", SMOLLM2, "--startup", "--profile"], "--profile needs workload files"),
         (["bench", SMOLLM2, "no/such/workload.json"], "no/such/workload.json"),
         (["bench", SMOLLM2, "pyproject.toml"], "is not JSON"),
         (["bench", SMOLLM2, "--startup", "--passes", "0"], "--passes 0"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.commands.engine_options import add_engine_arguments, engine_options
 
 if TYPE_CHECKING:
+    from rollout.commands.roofline import Roofline
     from rollout.llm import LLM
 
 
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workloads", nargs="*", type=Path, metavar="WORKLOAD.json")
     parser.add_argument("--passes", type=int, default=2, metavar="N", help="the last one counts (default: 2)")
     parser.add_argument("--startup", action="store_true", help="print the seconds from process start to first token")
+    parser.add_argument("--roofline", action="store_true", help="measure what the matrix products alone would allow")
+    parser.add_argument("--profile", action="store_true", help="one more pass: where the time of a step goes")
     add_engine_arguments(parser)
 
 
@@ -31,19 +34,37 @@ def run(args: argparse.Namespace) -> int:
     """Measures; every line is printed as soon as it is known."""
     if args.passes < 1:
         raise ValueError(f"--passes {args.passes} is not valid: it must be at least 1")
-    if not args.workloads and not args.startup:
-        raise ValueError("there is nothing to measure: give workload files, or --startup")
+    if not args.workloads and not args.startup and not args.roofline:
+        raise ValueError("there is nothing to measure: give workload files, --startup or --roofline")
+    if args.profile and not args.workloads:
+        raise ValueError("--profile needs workload files")
     workloads = [read_workload(path) for path in args.workloads]
     from rollout.llm import LLM
 
     llm = LLM(args.model, **engine_options(args))
     if args.startup:
         _print_line("startup", 1, _seconds_to_first_token(llm))
+    roofline = _roofline(llm) if args.roofline else None
     for workload in workloads:
-        for _ in range(args.passes):
-            tokens, seconds = run_pass(llm, workload)
+        passes = [run_pass(llm, workload) for _ in range(args.passes)]
+        tokens, seconds = passes[-1]
         _print_line(workload["name"], tokens, seconds)
+        if roofline is not None:
+            ceiling = tokens / roofline.workload_seconds(workload, llm.config.max_num_seqs)
+            print(f"  {tokens / seconds / ceiling:.0%} of the {ceiling:.1f} tokens/s that matrix products alone allow")
+        if args.profile:
+            with llm.profile() as profiles:
+                run_pass(llm, workload)
+            print(profiles[0].table(), flush=True)
     return 0
+
+
+def _roofline(llm: LLM) -> Roofline:
+    from rollout.commands.roofline import Roofline
+
+    roofline = Roofline.measure(llm.engine.executor.worker.model)
+    print(roofline.table(), flush=True)
+    return roofline
 
 
 def read_workload(path: Path) -> dict[str, Any]:

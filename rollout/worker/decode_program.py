@@ -18,6 +18,7 @@ from rollout.models.causal_lm import CausalLM
 from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
 from rollout_kernels import can_record
 from rollout_kernels.cpu.program import NotRecordableError, Program, Workspace, record
+from rollout_kernels.cpu.times import KernelTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ class DecodePrograms:
         """Numbers of sequences for which a step has been recorded."""
         return sorted(self._recorded)
 
-    def run(self, sequences: Sequence[ScheduledSequence]) -> torch.Tensor | None:
+    def run(self, sequences: Sequence[ScheduledSequence], times: KernelTimes | None = None) -> torch.Tensor | None:
         """Logits float32 [S, vocab] of S sequences with one scheduled token each, or None where nothing was computed.
 
-        They are overwritten by the next call.
+        They are overwritten by the next call. The kernels' times are added to `times`.
         """
         count = len(sequences)
         if self.problem is not None or count > self.max_num_seqs:
@@ -85,7 +86,10 @@ class DecodePrograms:
         self._fill(sequences)
         recorded = self._recorded.get(count)
         if recorded is not None:
-            recorded.program.replay()
+            if times is None:
+                recorded.program.replay()
+            else:
+                times.replay(recorded.program)
             return recorded.logits
         try:
             logits, program = record(lambda: self._step(count), self._workspace)

@@ -13,6 +13,7 @@ from rollout.models.causal_lm import CausalLM
 from rollout.sampling.sampler import sample_rows
 from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
 from rollout.worker.decode_program import DecodePrograms
+from rollout_kernels.cpu.times import KernelTimes
 
 _SCORE_ROWS = 256  # rows of logits held at once while scoring: 256 x 49,152 float32 are 50 MB
 
@@ -25,6 +26,7 @@ class Runner:
     kv_caches: KVCaches
     host_caches: KVCaches = field(default_factory=list)  # for the KV of preempted requests, where swapping is on
     block_size: int = 16
+    times: KernelTimes | None = None  # where set, the kernels' times are added up
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
 
     @property
@@ -54,7 +56,7 @@ class Runner:
             return None
         if any(sequence.target_token_ids for sequence in plan.sequences):
             return None
-        return self.decode_programs.run(plan.sequences)
+        return self.decode_programs.run(plan.sequences, self.times)
 
     def _move_blocks(self, plan: SchedulePlan) -> None:
         if plan.swap_out:
