@@ -7,7 +7,7 @@
 """
 
 from rollout_kernels.cpu.build import BuildError
-from rollout_kernels.dispatch import backend_info, can_record, set_backend, use_backend
+from rollout_kernels.dispatch import backend_info, backend_on, can_record, set_backend, use_backend
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
@@ -47,6 +47,7 @@ __all__ = [
     "SampleArguments",
     "SampleResult",
     "backend_info",
+    "backend_on",
     "can_record",
     "copy_blocks",
     "copy_blocks_between",

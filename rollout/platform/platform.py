@@ -13,7 +13,11 @@ class Memory(Protocol):
 
     owner: str
     num_bytes: int
-    keeps_addresses: bool  # whether tensors are where they were after `release` and `resume`
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Whether tensors are where they were after `release` and `resume`."""
+        ...
 
     def carve(self, shape: Sequence[int], dtype: torch.dtype, alignment: int = 64) -> torch.Tensor:
         """A contiguous tensor over the next free bytes, zeros until written. `ValueError` if it does not fit."""
@@ -88,7 +92,11 @@ class Platform(Protocol):
     """One device."""
 
     device: torch.device
-    max_profile_tokens: int | None  # tokens of the step that is measured at the start (None: as many as a step may have)
+
+    @property
+    def max_profile_tokens(self) -> int | None:
+        """Tokens of the step that is measured at the start; None: as many as a step may have."""
+        ...
 
     def total_memory(self) -> int:
         """Bytes of memory that the device has, or this process may use."""

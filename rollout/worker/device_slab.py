@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
@@ -117,12 +119,12 @@ class SavedSlab(_Carved):
 
 
 def installed_memory_saver() -> MemorySaver | None:
-    """torch_memory_saver, hooked into torch's allocator, where the package is installed."""
-    if importlib.util.find_spec("torch_memory_saver") is None:
+    """torch_memory_saver, hooked into torch's allocator, where the package is installed and can work."""
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if importlib.util.find_spec("torch_memory_saver") is None or "expandable_segments:True" in allocator:
         return None
     module: Any = importlib.import_module("torch_memory_saver")
     saver = module.torch_memory_saver
-    saver.hook_mode = "torch"  # the other mode, "preload", needs LD_PRELOAD before the process starts
+    with contextlib.suppress(AttributeError):  # somebody has used it already: it stays in the mode that they chose
+        saver.hook_mode = "torch"  # the other mode, "preload", needs LD_PRELOAD before the process starts
     return cast(MemorySaver, saver)
-
-

@@ -35,11 +35,11 @@ def test_float64_is_always_the_reference() -> None:
 
 
 def test_unknown_settings_and_devices_are_named() -> None:
-    with pytest.raises(ValueError, match="backend='gpu' is not valid: .* one of 'auto', 'cpu', 'triton', 'reference'"):
+    with pytest.raises(ValueError, match=r"backend='gpu' is not valid: .* one of 'auto', 'cpu', 'triton', 'reference'"):
         rk.set_backend("gpu")
     with pytest.raises(
         ValueError,
-        match="no kernels for device 'meta' with backend 'auto'; there are: cpu with auto, .*, cuda with triton",
+        match=r"no kernels for device 'meta' with backend 'auto'; there are: cpu with auto, .*, cuda with triton",
     ):
         rk.linear(torch.empty(1, 2, device="meta"), torch.empty(3, 2, device="meta"))
 
