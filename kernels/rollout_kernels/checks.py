@@ -110,10 +110,16 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: t
         fail_shape("q", q, "[T, H, D] with an even head dimension")
     if k_tokens != num_tokens or k_dim != head_dim:
         fail_shape("k", k, f"[{num_tokens}, H, {head_dim}]")
-    vector("positions", positions, q.shape[0], torch.int64)
-    has_dtype("cos_sin", cos_sin, torch.float64 if q.dtype == torch.float64 else torch.float32)
-    if cos_sin.dim() != 2 or cos_sin.shape[1] != q.shape[2] or not cos_sin.is_contiguous():
-        fail_shape("cos_sin", cos_sin, f"[max_pos, {q.shape[2]}] and contiguous")
+    rotary_table(positions, cos_sin, num_tokens, q.dtype)
+    if cos_sin.shape[1] != head_dim:
+        fail_shape("cos_sin", cos_sin, f"[max_pos, {head_dim}]")
+
+
+def rotary_table(positions: torch.Tensor, cos_sin: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> None:
+    vector("positions", positions, num_tokens, torch.int64)
+    has_dtype("cos_sin", cos_sin, torch.float64 if dtype == torch.float64 else torch.float32)
+    if cos_sin.dim() != 2 or cos_sin.shape[1] % 2 or not cos_sin.is_contiguous():
+        fail_shape("cos_sin", cos_sin, "[max_pos, D] with D even, and contiguous")
 
 
 def silu_and_mul(x: torch.Tensor) -> None:

@@ -26,6 +26,8 @@ __all__ = [
     "kv_cache_shapes",
     "kv_scale_shape",
     "linear",
+    "linear_rotary",
+    "linear_silu_and_mul",
     "linear_token_logprobs",
     "noise_bits",
     "paged_attention",
@@ -63,6 +65,38 @@ def linear(
     if _wants_grad(x, weight, bias):
         return autograd.Linear.apply(backend_for(x), x, weight, bias, out_dtype)  # type: ignore[return-value]
     return backend_for(x).linear(x, weight, bias, out_dtype)
+
+
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu_and_mul(linear(x, weight, bias)) for weight [2I, K] -> [T, I], the same bits in one pass."""
+    if _wants_grad(x, weight, bias):
+        return silu_and_mul(linear(x, weight, bias))
+    checks.linear(x, weight, bias, x.dtype)
+    if weight.shape[0] % 2:
+        checks.fail_shape("weight", weight, "[2I, K]")
+    return backend_for(x).linear_silu_and_mul(x, weight, bias)
+
+
+def linear_rotary(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    rotated_columns: int,
+) -> torch.Tensor:
+    """linear(x, weight, bias) [T, N] with rotary embedding on its first columns, the same bits in one pass.
+
+    `rotated_columns` of N are heads of size D = `cos_sin.shape[1]` (see `rotary_embedding`). Not differentiable.
+    """
+    checks.linear(x, weight, bias, x.dtype)
+    checks.rotary_table(positions, cos_sin, x.shape[0], x.dtype)
+    if rotated_columns % cos_sin.shape[1] or not 0 <= rotated_columns <= weight.shape[0]:
+        raise ValueError(
+            f"rotated_columns={rotated_columns} is not valid: it must be a multiple of the head size "
+            f"{cos_sin.shape[1]}, up to {weight.shape[0]}"
+        )
+    return backend_for(x).linear_rotary(x, weight, bias, positions, cos_sin, rotated_columns)
 
 
 def rms_norm(

@@ -12,6 +12,8 @@ from rollout_kernels.cpu.times import KernelTimes, timed_kernels
 
 _PARTS = {
     "linear": "matrix products",
+    "linear_rotary": "matrix products",  # with the rotary embedding at its end
+    "linear_silu_and_mul": "matrix products",  # with the gating at its end
     "paged_attention": "attention",
     "write_kv": "attention",
     "sample": "sampling",

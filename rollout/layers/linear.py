@@ -66,6 +66,24 @@ class MergedLinear(nn.Module):
             first += piece.shape[0]
         return fused
 
+    @property
+    def is_one_product(self) -> bool:
+        """Whether the parts are computed together: in inference, once they have their storage."""
+        return self.fused_weight is not None and not torch.is_grad_enabled()
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """For the two parts gate and up: silu(gate(x)) * up(x), [T, in_features] -> [T, out_features of one]."""
+        if self.fused_weight is None or torch.is_grad_enabled():
+            return rollout_kernels.silu_and_mul(self(x))
+        return rollout_kernels.linear_silu_and_mul(x, self.fused_weight, self.fused_bias)
+
+    def forward_rotated(
+        self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rotated_columns: int
+    ) -> torch.Tensor:
+        """As `forward` where `is_one_product`, with the first columns rotated as heads (see `RotaryEmbedding`)."""
+        assert self.fused_weight is not None
+        return rollout_kernels.linear_rotary(x, self.fused_weight, self.fused_bias, positions, cos_sin, rotated_columns)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, sum of the parts' out_features]."""
         if self.fused_weight is None or torch.is_grad_enabled():

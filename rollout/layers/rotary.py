@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import rollout_kernels
+from rollout.layers.linear import MergedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,23 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(self.max_position, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(self.rope, self.head_dim))
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+
+    def project(
+        self, projection: MergedLinear, x: torch.Tensor, positions: torch.Tensor, num_heads: int, num_kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, Hq, D], k and v [T, Hkv, D] of x [T, hidden], q and k rotated; in inference by the product itself."""
+        queries, keys = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        together = projection.is_one_product
+        if together:
+            qkv = projection.forward_rotated(x, positions, self.cos_sin, queries + keys)
+        else:
+            qkv = projection(x)
+        q = qkv[:, :queries].unflatten(-1, (num_heads, self.head_dim))
+        k = qkv[:, queries : queries + keys].unflatten(-1, (num_kv_heads, self.head_dim))
+        v = qkv[:, queries + keys :].unflatten(-1, (num_kv_heads, self.head_dim))
+        if not together:
+            q, k = self(q, k, positions)
+        return q, k, v
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q: [T, Hq, D], k: [T, Hkv, D], positions: int64 [T] -> rotated (q, k)."""

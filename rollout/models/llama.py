@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-import rollout_kernels
 from rollout.layers.attention import Attention
 from rollout.layers.embedding import Embedding
 from rollout.layers.linear import Linear, MergedLinear
@@ -82,14 +81,8 @@ class LlamaAttention(nn.Module):
         self.rotary = (rotary,)  # shared by all layers; in a tuple, so that it is registered once, in LlamaModel
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        num_tokens = x.shape[0]
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = self.qkv(x)
-        q = qkv[:, :queries].unflatten(-1, (self.num_heads, self.head_dim))
-        k = qkv[:, queries : queries + keys].unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = qkv[:, queries + keys :].unflatten(-1, (self.num_kv_heads, self.head_dim))
-        q, k = self.rotary[0](q, k, positions)
-        return self.o_proj(self.attention(q, k, v, batch).reshape(num_tokens, queries))
+        q, k, v = self.rotary[0].project(self.qkv, x, positions, self.num_heads, self.num_kv_heads)
+        return self.o_proj(self.attention(q, k, v, batch).flatten(1))
 
 
 class LlamaMLP(nn.Module):
@@ -102,7 +95,7 @@ class LlamaMLP(nn.Module):
         self.gate_up = MergedLinear(self.gate_proj, self.up_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(rollout_kernels.silu_and_mul(self.gate_up(x)))
+        return self.down_proj(self.gate_up.silu_and_mul(x))
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import rollout_kernels as rk
-from rollout_kernels.cpu.program import NotRecordableError, Workspace, record
+from rollout_kernels.cpu.program import NotRecordableError, Program, Workspace, record
 from tests.support.kernels import assert_same_bits, num_threads, randn
 
 WEIGHT = randn(96, 64, dtype=torch.bfloat16, seed=1)
@@ -51,6 +52,21 @@ def test_programs_share_one_workspace() -> None:
         out, program = recorded[index]
         program.replay()
         assert_same_bits(out, small_network(inputs[index]))
+
+
+def test_a_program_keeps_its_workspace_and_its_inputs_alive() -> None:
+    def recorded() -> tuple[torch.Tensor, Program]:
+        x = randn(300, 64, seed=4)
+        return record(lambda: small_network(x), workspace())
+
+    expected = small_network(randn(300, 64, seed=4))
+    out, program = recorded()
+    gc.collect()
+    others = [torch.full((300, 64), torch.nan) for _ in range(50)]
+    poison(out)
+    program.replay()
+    assert_same_bits(out, expected)
+    assert all(other.isnan().all() for other in others)
 
 
 def test_memory_is_used_again_once_no_tensor_needs_it() -> None:

@@ -33,6 +33,8 @@ class CpuKernels:
         self._num_threads = 0
         self._embedding = functions["embedding"]
         self._linear = functions["linear"]
+        self._linear_rotary = functions["linear_rotary"]
+        self._linear_silu_and_mul = functions["linear_silu_and_mul"]
         self._rms_norm = functions["rms_norm"]
         self._rms_norm_backward = functions["rms_norm_backward"]
         self._rotary = functions["rotary"]
@@ -81,6 +83,39 @@ class CpuKernels:
             None if bias is None else bias.data_ptr(), out.data_ptr(), columns, _DTYPE[out_dtype], rows, columns, depth,
         )
         # fmt: on
+        return out
+
+    def linear_silu_and_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        self._follow_torch()
+        rows, depth = x.shape
+        columns = weight.shape[0] // 2
+        out = self._empty(rows, columns, dtype=x.dtype)
+        self._linear_silu_and_mul(
+            *(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], weight.data_ptr(), weight.stride(0), _pointer(bias)),
+            *(out.data_ptr(), rows, columns, depth),
+        )
+        return out
+
+    def linear_rotary(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        rotated_columns: int,
+    ) -> torch.Tensor:
+        self._follow_torch()
+        rows, depth = x.shape
+        columns = weight.shape[0]
+        out = self._empty(rows, columns, dtype=x.dtype)
+        bad = self._linear_rotary(
+            *(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], weight.data_ptr(), weight.stride(0), _pointer(bias)),
+            *(out.data_ptr(), rows, columns, depth, positions.data_ptr(), cos_sin.data_ptr(), *cos_sin.shape),
+            rotated_columns,
+        )
+        if bad:
+            raise position_error(positions, bad - 1, cos_sin.shape[0])
         return out
 
     def rms_norm(

@@ -87,8 +87,12 @@ class Workspace:
 class Program:
     """Kernel calls with their arguments, in order."""
 
-    def __init__(self, names: Sequence[str], steps: Sequence[int], words: bytes, offsets: Sequence[int]) -> None:
+    def __init__(
+        self, names: Sequence[str], steps: Sequence[int], words: bytes, offsets: Sequence[int], owners: tuple[Any, ...]
+    ) -> None:
+        """`owners`: what keeps the memory alive that the calls read and write."""
         self.names = tuple(names)
+        self._owners = owners
         count = len(self.names)
         self._steps = (ctypes.c_void_p * count)(*steps)
         self._words = ctypes.create_string_buffer(words, max(len(words), 8))
@@ -137,8 +141,8 @@ class _Recorder:
             for name, function in bind(self._library).items()
         }
 
-    def program(self) -> Program:
-        return Program(self.names, self.steps, bytes(self.words), self.offsets)
+    def program(self, *owners: Any) -> Program:
+        return Program(self.names, self.steps, bytes(self.words), self.offsets, owners)
 
     def _recorded(self, name: str, function: Any) -> Callable[..., Any]:
         codes = SIGNATURES[f"rk_{name}"][1].replace(" ", "")
@@ -184,11 +188,11 @@ def record(function: Callable[[], Result], workspace: Workspace) -> tuple[Result
     """Runs `function` without gradients and records its kernel calls.
 
     Everything it computes must be computed by kernels of `rollout_kernels` on CPU tensors; torch may make views. Raises
-    `NotRecordableError` otherwise.
+    `NotRecordableError` otherwise. The program keeps the function, hence what it refers to, and the workspace alive.
     """
     workspace.reset()
     recorder = _Recorder()
     kernels = CpuKernels(recorder.functions(), workspace.empty)
     with torch.inference_mode(), _OnlyViews(), use_kernels(kernels):
         result = function()
-    return result, recorder.program()
+    return result, recorder.program(workspace, function)

@@ -8,6 +8,7 @@ from rollout_kernels.reference.activation import silu_and_mul, silu_and_mul_back
 from rollout_kernels.reference.attention import attention_backward, paged_attention
 from rollout_kernels.reference.embedding import embedding
 from rollout_kernels.reference.fingerprint import fingerprint
+from rollout_kernels.reference.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.reference.kv_cache import copy_blocks, write_kv
 from rollout_kernels.reference.linear import linear
 from rollout_kernels.reference.logprobs import token_logprobs, token_logprobs_backward
@@ -26,6 +27,8 @@ __all__ = [
     "fingerprint",
     "kv_layout",
     "linear",
+    "linear_rotary",
+    "linear_silu_and_mul",
     "name",
     "noise_bits",
     "paged_attention",

@@ -3,8 +3,10 @@
 #include <cmath>
 #include <vector>
 
+#include "activation.h"
 #include "common.h"
 #include "kernels.h"
+#include "rotary.h"
 #include "threads.h"
 
 namespace {
@@ -71,36 +73,10 @@ float rms_norm_backward_row(const G* grad, const float* grad_sum, const float* h
 }
 
 template <typename T>
-RK_INLINE void rotate_heads(T* x, long heads, long head_dim, const float* cosine, const float* sine, float direction) {
-  const long half = head_dim / 2;
-  for (long h = 0; h < heads; h++) {
-    T* low = x + h * head_dim;
-    T* high = low + half;
-    for (long d = 0; d < half; d += 16) {
-      const long count = half - d;
-      const v16f c = load_lanes(cosine + d, count), s = load_lanes(sine + d, count) * direction;
-      const v16f a = load_lanes(low + d, count), b = load_lanes(high + d, count);
-      store_lanes(low + d, a * c - b * s, count);
-      store_lanes(high + d, b * c + a * s, count);
-    }
-  }
-}
-
-// From exp(-|x|), which cannot overflow. A NaN gives 0 here and is still in the factor x of every use.
-RK_INLINE v16f sigmoid(v16f x) {
-  const v16f e = exp_nonpositive(vmax(from_bits(as_bits(x) | 0x80000000u), splat(-100.0f)));
-  return select((v16i)(x >= 0.0f), splat(1.0f), e) / (1.0f + e);
-}
-
-template <typename T>
 void silu_rows(const T* x, long stride, T* out, long rows, long size) {
   parallel_for(rows, rows * size > kParallelElements, [&](long t) {
     const T* gate = x + t * stride;
-    for (long i = 0; i < size; i += 16) {
-      const long count = size - i;
-      const v16f g = load_lanes(gate + i, count), up = load_lanes(gate + size + i, count);
-      store_lanes(out + t * size + i, g * sigmoid(g) * up, count);
-    }
+    silu_and_mul_row(gate, gate + size, out + t * size, size);
   });
 }
 

@@ -3,7 +3,11 @@
 // The lanes of an accumulator run over K (32 bfloat16 pairs-of-pairs, or 16 floats, a step), one accumulator an
 // output, and end in one fixed tree of additions. Register tiles of several rows and columns share loads only, so an
 // output has the same bits whatever stands beside it. Weights are read where the checkpoint's layout has them.
+#include <vector>
+
+#include "activation.h"
 #include "kernels.h"
+#include "rotary.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -186,36 +190,107 @@ void block(const Problem& p, long row, long rows_end, long column, long columns_
 
 long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Work is cut into blocks of rows (whose x stays in the first-level cache) and of columns (whose weights stay in the
-// second-level cache while all rows pass). Which thread takes which block changes no output.
+// Rotary embedding of a product's outputs.
+struct Rotation {
+  const long* positions;
+  const float* cos_sin;
+  long head_dim, num_columns;  // the first `num_columns` outputs of a row are heads that are rotated
+};
+
+// How the outputs are cut: blocks of rows (whose x stays in the first-level cache) and of columns (whose weights stay in
+// the second-level cache while all rows pass), a column block a multiple of `unit`.
+struct Blocking {
+  long rows, columns, num_column_blocks, strips, strip;
+  Blocking(long T, long N, long row_bytes, long unit, long threads) {
+    rows = (24 * 1024 / row_bytes) / 4 * 4;
+    rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
+    if (T <= 16) rows = 16;
+    columns = (256 * 1024 / row_bytes) / unit * unit;
+    columns = columns < unit ? unit : columns;
+    const long share = round_up((N + threads - 1) / threads, unit);
+    if (columns > share) columns = share;
+    num_column_blocks = (N + columns - 1) / columns;
+    // Many rows and few column blocks: also split the rows, in strips of whole row blocks.
+    strips = 1;
+    while (threads > 1 && num_column_blocks * strips < threads * 2 && T / (strips * 2) >= rows) strips *= 2;
+    strip = round_up((T + strips - 1) / strips, rows);
+  }
+
+  // Calls `body(row, rows_end, column, columns_end)` for the blocks of an item, one block of columns in a strip of rows.
+  template <typename Body>
+  void visit(long item, long T, long N, Body body) const {
+    const long j = item / strips, s = item % strips;
+    const long end = (s + 1) * strip < T ? (s + 1) * strip : T;
+    const long columns_end = (j + 1) * columns < N ? (j + 1) * columns : N;
+    for (long r = s * strip; r < end; r += rows) body(r, r + rows < end ? r + rows : end, j * columns, columns_end);
+  }
+};
+
+// `visit` for every item. Which thread takes which changes no output.
+template <typename Body>
+void for_blocks(const Blocking& blocking, long T, long N, bool worthwhile, Body body) {
+  parallel_items(blocking.num_column_blocks * blocking.strips, 1, worthwhile, [&](Items& items) {
+    for (long item, end; items.take(&item, &end);)
+      for (; item < end; item++) blocking.visit(item, T, N, body);
+  });
+}
+
+bool worthwhile(long T, long N, long K) { return (double)T * N * K >= 20000.0; }
+
 template <typename Type>
 void multiply(const Problem& p, long T, long N) {
-  const long row_bytes = p.K * (long)sizeof(typename Type::element);
-  long rows = (24 * 1024 / row_bytes) / 4 * 4;
-  rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
-  if (T <= 16) rows = 16;
-  const long threads = num_threads();
-  long columns = (256 * 1024 / row_bytes) / 16 * 16;
-  columns = columns < 16 ? 16 : columns;
-  long share = round_up((N + threads - 1) / threads, 16);
-  if (columns > share) columns = share;
-  const long num_column_blocks = (N + columns - 1) / columns;
-  if (threads == 1 || (double)T * N * p.K < 20000.0) {
-    for (long j = 0; j < num_column_blocks; j++)
-      for (long r = 0; r < T; r += rows)
-        block<Type>(p, r, r + rows < T ? r + rows : T, j * columns, (j + 1) * columns < N ? (j + 1) * columns : N);
-    return;
-  }
-  // Many rows and few column blocks: also split the rows, in strips of whole row blocks.
-  long strips = 1;
-  while (num_column_blocks * strips < threads * 2 && T / (strips * 2) >= rows) strips *= 2;
-  const long strip = round_up((T + strips - 1) / strips, rows);
-  parallel_items(num_column_blocks * strips, 1, true, [&](Items& items) {
-    for (long item, unused; items.take(&item, &unused);) {
-      const long j = item / strips, s = item % strips, end = (s + 1) * strip < T ? (s + 1) * strip : T;
-      for (long r = s * strip; r < end; r += rows)
-        block<Type>(p, r, r + rows < end ? r + rows : end, j * columns, (j + 1) * columns < N ? (j + 1) * columns : N);
+  const Blocking blocking(T, N, p.K * (long)sizeof(typename Type::element), 16, num_threads());
+  for_blocks(blocking, T, N, worthwhile(T, N, p.K),
+             [&](long row, long rows_end, long column, long columns_end) {
+               block<Type>(p, row, rows_end, column, columns_end);
+             });
+}
+
+// The heads are rotated as soon as a block of rows has them, rounded as without this.
+template <typename Type>
+void multiply_and_rotate(const Problem& p, long T, long N, const Rotation& rotation) {
+  typedef typename Type::element element;
+  long unit = rotation.head_dim;
+  while (unit % 16) unit += rotation.head_dim;
+  const Blocking blocking(T, N, p.K * (long)sizeof(element), unit, num_threads());
+  for_blocks(blocking, T, N, worthwhile(T, N, p.K), [&](long row, long rows_end, long column, long columns_end) {
+    block<Type>(p, row, rows_end, column, columns_end);
+    const long rotated_end = columns_end < rotation.num_columns ? columns_end : rotation.num_columns;
+    if (column >= rotated_end) return;
+    for (long t = row; t < rows_end; t++) {
+      const float* cosine = rotation.cos_sin + rotation.positions[t] * rotation.head_dim;
+      rotate_heads((element*)p.out + t * p.out_stride + column, (rotated_end - column) / rotation.head_dim,
+                   rotation.head_dim, cosine, cosine + rotation.head_dim / 2, 1.0f);
     }
+  });
+}
+
+// out = silu(x @ gate^T) * (x @ up^T): the weight has I rows of gate, then I rows of up. A thread computes the same columns
+// of both into a buffer of its own, rounded as without this.
+template <typename Type>
+void multiply_and_gate(const Problem& p, long T, long I) {
+  typedef typename Type::element element;
+  const long row_bytes = p.K * (long)sizeof(element);
+  const Blocking blocking(T, I, 2 * row_bytes, 16, num_threads());
+  const long most = blocking.rows < T ? blocking.rows : T, width = blocking.columns;
+  parallel_items(blocking.num_column_blocks * blocking.strips, 1, worthwhile(T, 2 * I, p.K), [&](Items& items) {
+    std::vector<element> buffer(2 * most * width);
+    Problem part = p;
+    part.out_stride = width;
+    for (long item, end; items.take(&item, &end);)
+      for (; item < end; item++)
+        blocking.visit(item, T, I, [&](long row, long rows_end, long column, long columns_end) {
+          element* gate = buffer.data();
+          element* up = gate + most * width;
+          // `block` writes to out + row * stride + column, counted from the whole problem's origin.
+          part.out = (char*)(gate - row * width - column);
+          block<Type>(part, row, rows_end, column, columns_end);
+          part.out = (char*)(up - row * width - column - I);
+          block<Type>(part, row, rows_end, column + I, columns_end + I);
+          for (long t = row; t < rows_end; t++)
+            silu_and_mul_row(gate + (t - row) * width, up + (t - row) * width,
+                             (element*)p.out + t * p.out_stride + column, columns_end - column);
+        });
   });
 }
 
@@ -229,4 +304,30 @@ extern "C" void rk_linear(const void* x, long x_row_stride, int x_dtype, const v
     multiply<Bfloat16>(p, T, N);
   else
     multiply<Float32>(p, T, N);
+}
+
+// As rk_linear with outputs of x's dtype, then rk_rotary on the first `rotated_columns` of them, in heads of `head_dim`.
+// Returns 0, or 1 + the index of the first position outside the table; nothing is written then.
+extern "C" long rk_linear_rotary(const void* x, long x_row_stride, int dtype, const void* w, long w_row_stride,
+                                 const void* bias, void* out, long T, long N, long K, const long* positions,
+                                 const float* cos_sin, long max_positions, long head_dim, long rotated_columns) {
+  for (long t = 0; t < T; t++)
+    if (positions[t] < 0 || positions[t] >= max_positions) return t + 1;
+  Problem p = {(const char*)x, (const char*)w, (const char*)bias, (char*)out, x_row_stride, w_row_stride, N, K, dtype, dtype};
+  const Rotation rotation = {positions, cos_sin, head_dim, rotated_columns};
+  if (dtype == RK_BFLOAT16)
+    multiply_and_rotate<Bfloat16>(p, T, N, rotation);
+  else
+    multiply_and_rotate<Float32>(p, T, N, rotation);
+  return 0;
+}
+
+// As rk_linear with outputs of x's dtype, then rk_silu_and_mul: w has 2 I rows, out is [T, I].
+extern "C" void rk_linear_silu_and_mul(const void* x, long x_row_stride, int dtype, const void* w, long w_row_stride,
+                                       const void* bias, void* out, long T, long I, long K) {
+  Problem p = {(const char*)x, (const char*)w, (const char*)bias, (char*)out, x_row_stride, w_row_stride, I, K, dtype, dtype};
+  if (dtype == RK_BFLOAT16)
+    multiply_and_gate<Bfloat16>(p, T, I);
+  else
+    multiply_and_gate<Float32>(p, T, I);
 }

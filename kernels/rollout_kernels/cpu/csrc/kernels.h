@@ -6,6 +6,11 @@ long rk_embedding(const void* weight, long w_row_stride, int dtype, const long* 
                   long size);
 void rk_linear(const void* x, long x_row_stride, int x_dtype, const void* w, long w_row_stride, int w_dtype,
                const void* bias, void* out, long out_row_stride, int out_dtype, long T, long N, long K);
+long rk_linear_rotary(const void* x, long x_row_stride, int dtype, const void* w, long w_row_stride, const void* bias,
+                      void* out, long T, long N, long K, const long* positions, const float* cos_sin, long max_positions,
+                      long head_dim, long rotated_columns);
+void rk_linear_silu_and_mul(const void* x, long x_row_stride, int dtype, const void* w, long w_row_stride,
+                            const void* bias, void* out, long T, long I, long K);
 void rk_rms_norm(const void* x, long x_stride, int x_dtype, const void* weight, int w_dtype, float eps,
                  const float* residual, long residual_stride, void* out, int out_dtype, float* sum, long rows, long size);
 long rk_rotary(void* q, long q_row, long q_heads, void* k, long k_row, long k_heads, int dtype, long head_dim,
