@@ -64,7 +64,7 @@ def all_cases() -> dict[str, list[KernelCase]]:
     """The cases of every kernel file, by the file's name without `.py`, in the order in which it lists them."""
     package = importlib.import_module("rollout_kernels.gpu")
     cases = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+    for module in sorted({info.name for info in pkgutil.iter_modules(package.__path__)} - {"ops"}):
         contents = vars(importlib.import_module(f"rollout_kernels.gpu.{module}"))
         if "ahead_of_time_cases" in contents:
             cases[module] = contents["ahead_of_time_cases"]()
