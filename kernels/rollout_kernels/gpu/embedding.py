@@ -24,10 +24,10 @@ def _embedding_kernel(
     """Program (t, c) copies columns c * BLOCK … of the row that token t names; an id outside the table gives zeros."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(ids + token)
-    inside = (row >= 0) & (row < vocab_size)
+    row = tl.load(ids + token) + tl.zeros((BLOCK,), tl.int64)  # a value a column: the interpreter spreads no booleans
     mask = columns < size
-    values = tl.load(weight + row * weight_stride + columns, mask=mask & inside, other=0.0)
+    inside = mask & (row >= 0) & (row < vocab_size)
+    values = tl.load(weight + row * weight_stride + columns, mask=inside, other=0.0)
     tl.store(out + token * size + columns, values.to(tl.float32), mask=mask)
 
 

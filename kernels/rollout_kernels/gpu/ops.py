@@ -12,6 +12,7 @@ from rollout_kernels.gpu.attention_backward import attention_backward
 from rollout_kernels.gpu.copy_blocks import copy_blocks
 from rollout_kernels.gpu.embedding import embedding
 from rollout_kernels.gpu.fingerprint import fingerprint
+from rollout_kernels.gpu.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.gpu.kv_cache import write_kv
 from rollout_kernels.gpu.linear import linear
 from rollout_kernels.gpu.logprobs import token_logprobs, token_logprobs_backward
@@ -30,6 +31,8 @@ __all__ = [
     "fingerprint",
     "kv_layout",
     "linear",
+    "linear_rotary",
+    "linear_silu_and_mul",
     "name",
     "noise_bits",
     "paged_attention",
