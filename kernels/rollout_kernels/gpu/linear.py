@@ -23,7 +23,7 @@ import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.interpreter import is_interpreted
-from rollout_kernels.gpu.numerics import dot, round_to
+from rollout_kernels.gpu.numerics import dot, round_to, row_stride
 
 _GROUP = 8  # tiles of rows that share the weights of a tile of columns while these are in the L2 cache
 
@@ -120,9 +120,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
     tiles = tiles_for(num_columns, x.dtype)
     count = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_columns, tiles.columns)
     resident = 2 if is_interpreted() else tiles.blocks * _num_multiprocessors(x.device)
-    x_stride = x.stride(0) if num_rows > 1 else depth  # torch gives a single row any stride
     _linear_kernel[(min(count, resident),)](
-        *(x, weight, x if bias is None else bias, out, num_rows, num_columns, depth, x_stride, weight.stride(0)),
+        *(x, weight, x if bias is None else bias, out, num_rows, num_columns, depth),
+        *(row_stride(x), row_stride(weight)),
         HAS_BIAS=bias is not None,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
-from rollout_kernels.gpu.numerics import round_to
+from rollout_kernels.gpu.numerics import canonical_rows, round_to, row_stride
 
 _MAX_SIZE = 16384  # of a row; more would not stay in the registers of one block
 # The weight's gradient: a program adds up 128 rows, 16 at a time.
@@ -157,9 +157,11 @@ def rms_norm(
     total_is_x = residual is None and x.dtype is torch.float32
     total = x if total_is_x else torch.empty((num_rows, size), dtype=torch.float32, device=x.device)
     if out.numel():
+        rows_of_x, weight = canonical_rows(x), canonical_rows(weight)
+        added = rows_of_x if residual is None else canonical_rows(residual)
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-            *(x, weight, x if residual is None else residual, out, total),
-            *(x.stride(0), 0 if residual is None else residual.stride(0), num_rows, size, eps),
+            *(rows_of_x, weight, added, out, out if total_is_x else total),
+            *(row_stride(rows_of_x), row_stride(added), num_rows, size, eps),
             HAS_RESIDUAL=residual is not None,
             HAS_TOTAL=not total_is_x,
             ROWS=rows,
@@ -187,6 +189,8 @@ def rms_norm_backward(
     grad_residual = torch.empty((num_rows, size), dtype=torch.float32, device=device) if with_residual else None
     if total.numel() == 0:
         return grad_x, grad_residual, torch.zeros(size, device=device) if with_weight else None
+    grad, total, weight = canonical_rows(grad), canonical_rows(total), canonical_rows(weight)
+    grad_total = None if grad_total is None else canonical_rows(grad_total)
     inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=device)
     _rms_norm_backward_kernel[(triton.cdiv(num_rows, rows),)](
         *(grad, total if grad_total is None else grad_total, total, weight),

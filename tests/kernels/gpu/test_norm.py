@@ -7,6 +7,7 @@ import torch
 
 from rollout_kernels import reference
 from rollout_kernels.gpu.norm import rms_norm, rms_norm_backward
+from rollout_kernels.gpu.numerics import canonical_rows, row_stride
 from tests.support.kernels import assert_close, assert_same_bits, randn, rows_apart
 from tests.support.triton_kernels import DTYPES, TOLERANCE, poisoned_memory
 
@@ -106,3 +107,19 @@ def test_a_row_does_not_depend_on_the_batch(size: int) -> None:
 def test_too_long_a_row_is_named() -> None:
     with pytest.raises(ValueError, match=r"x has rows of 16385 elements: on GPUs a norm takes 1 to 16384"):
         rms_norm(randn(1, 16385), randn(16385), EPS, None, torch.float32)
+
+
+@pytest.mark.parametrize("size", [48, 50])
+def test_rows_come_to_the_kernels_in_one_form(size: int) -> None:
+    """Wherever they lie: the compiled kernel, and with it the order of a sum, follows from the rows' length alone."""
+    memory = randn(4000, dtype=torch.bfloat16, seed=1)
+    for first in (0, 1, 8, 50):
+        for stride in (size, 64, 51):
+            for count in (1, 7):
+                x = memory[first:].as_strided((count, size), (stride, 1))
+                canonical = canonical_rows(x)
+                assert_same_bits(canonical, x)
+                assert canonical.data_ptr() % 16 == 0
+                assert (row_stride(canonical) % 16 == 0) == (size % 16 == 0)
+                if first in (0, 8) and stride == size:
+                    assert canonical is x
