@@ -7,7 +7,7 @@
 """
 
 from rollout_kernels.cpu.build import BuildError
-from rollout_kernels.dispatch import backend_info, set_backend, use_backend
+from rollout_kernels.dispatch import backend_info, checkpoint_contexts, set_backend, use_backend
 from rollout_kernels.operations import (
     copy_blocks,
     copy_blocks_between,
@@ -15,6 +15,7 @@ from rollout_kernels.operations import (
     kv_cache_shapes,
     linear,
     linear_token_logprobs,
+    merged_linear,
     noise_bits,
     paged_attention,
     rms_norm,
@@ -42,12 +43,14 @@ __all__ = [
     "SampleArguments",
     "SampleResult",
     "backend_info",
+    "checkpoint_contexts",
     "copy_blocks",
     "copy_blocks_between",
     "fingerprint",
     "kv_cache_shapes",
     "linear",
     "linear_token_logprobs",
+    "merged_linear",
     "noise_bits",
     "paged_attention",
     "rms_norm",

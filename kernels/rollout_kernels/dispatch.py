@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -65,11 +65,20 @@ def _load(name: str) -> Backend:
     return _cpu_kernels() if name == "cpu" else reference
 
 
-def backend_for(tensor: torch.Tensor) -> Backend:
-    """The backend for operations on this tensor. Raises `BuildError` where the setting forbids a fallback."""
+@torch.compiler.assume_constant_result
+def current_setting() -> str:
+    """The setting in force. A compiled graph keeps the one that was in force when it was traced."""
+    return _override.get() or _setting
+
+
+def backend_for(tensor: torch.Tensor, setting: str | None = None) -> Backend:
+    """The backend for operations on this tensor, under `setting` or else the one in force.
+
+    Raises `BuildError` where the setting forbids a fallback.
+    """
     if tensor.dtype is torch.float64:
         return reference
-    key = ("cpu" if tensor.is_cpu else tensor.device.type, _override.get() or _setting)
+    key = ("cpu" if tensor.is_cpu else tensor.device.type, setting or _override.get() or _setting)
     backend = _chosen.get(key)
     if backend is None:
         backend = _chosen[key] = _choose(*key)
@@ -98,6 +107,15 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For activation checkpointing: the forward pass is computed again on the backend that is in force now.
+
+    `torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)`. Without it
+    the second forward uses what is in force in the thread of the backward pass.
+    """
+    return nullcontext(), use_backend(current_setting())
 
 
 def backend_info() -> dict[str, str | list[str]]:

@@ -41,8 +41,8 @@ class MergedLinear(nn.Module):
     """Several projections of one input as one product; their parameters are views of one fused storage.
 
     The parts keep their names in the tree of modules, so a trainer or a checkpoint sees `q_proj.weight` and the kernel
-    sees one matrix. With gradients the parts are computed one by one: every output is one dot product in one order,
-    so both ways give the same bits.
+    sees one matrix. With gradients `merged_linear` hands each part its piece of the gradient; the forward is the same
+    product, so it has the same bits.
     """
 
     def __init__(self, *parts: Linear) -> None:
@@ -69,5 +69,7 @@ class MergedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, sum of the parts' out_features]."""
         if self.fused_weight is None or torch.is_grad_enabled():
-            return torch.cat([part(x) for part in self.parts], dim=-1)
+            weights = [part.weight for part in self.parts]
+            biases = [part.bias for part in self.parts if part.bias is not None]
+            return rollout_kernels.merged_linear(x, weights, biases)
         return rollout_kernels.linear(x, self.fused_weight, self.fused_bias)

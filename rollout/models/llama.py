@@ -84,10 +84,7 @@ class LlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         num_tokens = x.shape[0]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = self.qkv(x)
-        q = qkv[:, :queries].unflatten(-1, (self.num_heads, self.head_dim))
-        k = qkv[:, queries : queries + keys].unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = qkv[:, queries + keys :].unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split((queries, keys, keys), dim=-1))
         q, k = self.rotary[0](q, k, positions)
         return self.o_proj(self.attention(q, k, v, batch).reshape(num_tokens, queries))
 
