@@ -7,7 +7,7 @@
 """
 
 from rollout_kernels.cpu.build import BuildError
-from rollout_kernels.dispatch import backend_info, can_record, set_backend, use_backend
+from rollout_kernels.dispatch import backend_info, can_record, checkpoint_contexts, set_backend, use_backend
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
@@ -20,6 +20,7 @@ from rollout_kernels.operations import (
     linear_rotary,
     linear_silu_and_mul,
     linear_token_logprobs,
+    merged_linear,
     noise_bits,
     paged_attention,
     rms_norm,
@@ -50,6 +51,7 @@ __all__ = [
     "SampleResult",
     "backend_info",
     "can_record",
+    "checkpoint_contexts",
     "copy_blocks",
     "copy_blocks_between",
     "embedding",
@@ -60,6 +62,7 @@ __all__ = [
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
+    "merged_linear",
     "noise_bits",
     "paged_attention",
     "rms_norm",
