@@ -209,7 +209,7 @@ def paged_attention(
     backend = backend_for(q)
     checks.kv_cache(cache, q, q.shape[-1], backend.kv_layout)
     checks.query_heads(q, cache.keys.shape[1])
-    checks.attention_options(window, soft_cap)
+    checks.attention_options(scale, window, soft_cap)
     num_seqs = seq_lens.shape[0]
     checks.vector("seq_lens", seq_lens, num_seqs, torch.int32)
     checks.vector("query_start", query_start, num_seqs + 1, torch.int32)
@@ -231,6 +231,7 @@ def varlen_attention(
     The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly.
     """
     checks.packed_kv(k, v)
+    checks.attention_options(scale, None, None)
     checks.same_dtype("q", q, "k", k)
     checks.query_heads(q, k.shape[1])
     if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
