@@ -7,7 +7,14 @@
 """
 
 from rollout_kernels.cpu.build import BuildError
-from rollout_kernels.dispatch import backend_info, backend_on, can_record, set_backend, use_backend
+from rollout_kernels.dispatch import (
+    backend_info,
+    backend_on,
+    can_record,
+    checkpoint_contexts,
+    set_backend,
+    use_backend,
+)
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
@@ -20,6 +27,7 @@ from rollout_kernels.operations import (
     linear_rotary,
     linear_silu_and_mul,
     linear_token_logprobs,
+    merged_linear,
     noise_bits,
     paged_attention,
     rms_norm,
@@ -51,6 +59,7 @@ __all__ = [
     "backend_info",
     "backend_on",
     "can_record",
+    "checkpoint_contexts",
     "copy_blocks",
     "copy_blocks_between",
     "embedding",
@@ -61,6 +70,7 @@ __all__ = [
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
+    "merged_linear",
     "noise_bits",
     "paged_attention",
     "rms_norm",

@@ -1,7 +1,10 @@
-"""Gradients of the operations. Each forward calls the very kernel that inference calls, so its bits are the same.
+"""The differentiable operations, registered with `torch.library`: forward, shapes of the results, backward formula.
 
-`backend` is the object that `dispatch.backend_for` returned: the backward pass uses the same one. Matrix products of
-the backward pass run in the model dtype with float32 accumulation inside; everything else is computed in float32.
+Each forward calls the very kernel that inference calls, so its bits are the same. `backend` is the setting of
+`rollout_kernels.dispatch` in force when the operation was called (or traced by a compiler); the backward pass is handed
+the same one, whatever is in force there, in whatever thread. Matrix products of the backward pass run in the model
+dtype with float32 accumulation inside, autocast or not; everything else is computed in float32. A result that nobody
+wants is an empty tensor. The matrix products are in `autograd_linear`.
 """
 
 from __future__ import annotations
@@ -9,124 +12,235 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from rollout_kernels.dispatch import Backend
+from rollout_kernels import checks
+from rollout_kernels.dispatch import Backend, backend_for
 from rollout_kernels.kv_cache import KVCache, kv_cache_shapes
+from rollout_kernels.library import Gradients, define, nothing, optional
 from rollout_kernels.reference.reduce import accumulation_dtype
 
 _POOL_BLOCK = 16  # tokens in a block of the scratch KV pool
 
 
-class Linear(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return backend.linear(x, weight, bias, out_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0]
-        _, x_wanted, weight_wanted, bias_wanted, _ = ctx.needs_input_grad
-        low = grad.to(x.dtype)
-        grad_x = low @ weight if x_wanted else None
-        grad_weight = low.t() @ x if weight_wanted else None
-        grad_bias = grad.sum(0, dtype=accumulation_dtype(grad.dtype)).to(ctx.bias_dtype) if bias_wanted else None
-        return None, grad_x, grad_weight, grad_bias, None
+def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """The norm of a wide x without a residual: the total is x itself, which no operation may return."""
+    checks.rms_norm(x, weight, None, out_dtype)
+    return backend_for(x, backend).rms_norm(x, weight, eps, None, out_dtype)[0]
 
 
-class RmsNorm(Function):
-    """(normed, total). Where the total would be x itself (a wide x, no residual) it returns normed alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        normed, total = backend.rms_norm(x, weight, eps, residual, out_dtype)
-        ctx.set_materialize_grads(False)
-        ctx.backend, ctx.eps, ctx.x_dtype = backend, eps, x.dtype
-        if residual is None and x.dtype == total.dtype:
-            ctx.save_for_backward(x, weight)
-            return normed
-        ctx.save_for_backward(total, weight)
-        return normed, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        total, weight = ctx.saved_tensors
-        _, x_wanted, weight_wanted, _, residual_wanted, _ = ctx.needs_input_grad
-        grad = grads[0]
-        grad_total = grads[1] if len(grads) > 1 else None
-        if grad is None:  # only the residual stream was used
-            grad_x = grad_total.to(ctx.x_dtype) if x_wanted and grad_total is not None else None
-            return None, grad_x, None, None, grad_total if residual_wanted else None, None
-        grad_x, grad_residual, grad_weight = ctx.backend.rms_norm_backward(
-            grad.contiguous(),
-            None if grad_total is None else grad_total.contiguous(),
-            total,
-            weight,
-            ctx.eps,
-            ctx.x_dtype if x_wanted else None,
-            residual_wanted,
-            weight_wanted,
-        )
-        return None, grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, grad_residual, None
+def _normalise_fake(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype, backend: str
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype)
 
 
-class Rotary(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(positions, cos_sin)
-        ctx.backend = backend
-        rotated = tuple(x.clone(memory_format=torch.contiguous_format) for x in (q, k))
-        backend.rotate_(*rotated, positions, cos_sin, 1.0)
-        return rotated
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        positions, cos_sin = ctx.saved_tensors
-        rotated = tuple(grad.clone(memory_format=torch.contiguous_format) for grad in grads)
-        ctx.backend.rotate_(*rotated, positions, cos_sin, -1.0)
-        return None, *rotated, None, None
+def _normalise_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, ctx.eps, _, ctx.backend = inputs
+    ctx.save_for_backward(x, weight)
 
 
-class SiluAndMul(Function):
-    @staticmethod
-    def forward(ctx: Any, backend: Backend, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.backend = backend
-        return backend.silu_and_mul(x)
+def _normalise_backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    x, weight = ctx.saved_tensors
+    x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+    grad_x, _, grad_weight = rms_norm_backward(
+        grad, None, x, weight, ctx.eps, x.dtype, x_wanted, False, weight_wanted, ctx.backend
+    )
+    return optional(grad_x, x_wanted), optional(grad_weight, weight_wanted), None, None, None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.backend.silu_and_mul_backward(grads[0].contiguous(), ctx.saved_tensors[0])
+
+def _rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    checks.rms_norm(x, weight, residual, out_dtype)
+    return backend_for(x, backend).rms_norm(x, weight, eps, residual, out_dtype)
+
+
+def _rms_norm_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(x.shape, dtype=accumulation_dtype(x.dtype))
+
+
+def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, ctx.eps, _, _, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.x_dtype = x.dtype
+    ctx.save_for_backward(output[1], weight)
+
+
+def _rms_norm_backward(ctx: Any, grad: torch.Tensor | None, grad_total: torch.Tensor | None) -> Gradients:
+    total, weight = ctx.saved_tensors
+    x_wanted, weight_wanted, _, residual_wanted, _, _ = ctx.needs_input_grad
+    if grad is None:  # only the residual stream was used
+        grad_x = grad_total.to(ctx.x_dtype) if x_wanted and grad_total is not None else None
+        return grad_x, None, None, grad_total if residual_wanted else None, None, None
+    grad_x, grad_residual, grad_weight = rms_norm_backward(
+        grad, grad_total, total, weight, ctx.eps, ctx.x_dtype, x_wanted, residual_wanted, weight_wanted, ctx.backend
+    )
+    return (
+        optional(grad_x, x_wanted),
+        optional(grad_weight, weight_wanted),
+        None,
+        optional(grad_residual, residual_wanted),
+        None,
+        None,
+    )
+
+
+def _gradients_of_rms_norm(
+    grad: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    x_wanted: bool,
+    residual_wanted: bool,
+    weight_wanted: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grads = backend_for(total, backend).rms_norm_backward(
+        grad.contiguous(),
+        None if grad_total is None else grad_total.contiguous(),
+        total.contiguous(),
+        weight,
+        eps,
+        x_dtype if x_wanted else None,
+        residual_wanted,
+        weight_wanted,
+    )
+    dtypes = (x_dtype, total.dtype, weight.dtype)
+    results = [
+        nothing(total, dtype) if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+    return results[0], results[1], results[2]
+
+
+def _gradients_of_rms_norm_fake(
+    grad: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    x_wanted: bool,
+    residual_wanted: bool,
+    weight_wanted: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        total.new_empty(total.shape, dtype=x_dtype) if x_wanted else nothing(total, x_dtype),
+        total.new_empty(total.shape) if residual_wanted else nothing(total),
+        weight.new_empty(weight.shape) if weight_wanted else nothing(weight),
+    )
+
+
+normalise = define(
+    "normalise(Tensor x, Tensor weight, float eps, ScalarType out_dtype, str backend) -> Tensor",
+    _normalise,
+    _normalise_fake,
+    _normalise_setup,
+    _normalise_backward,
+)
+rms_norm = define(
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, ScalarType out_dtype, str backend) "
+    "-> (Tensor, Tensor)",
+    _rms_norm,
+    _rms_norm_fake,
+    _rms_norm_setup,
+    _rms_norm_backward,
+)
+rms_norm_backward = define(
+    "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, float eps, ScalarType x_dtype, "
+    "bool x_wanted, bool residual_wanted, bool weight_wanted, str backend) -> (Tensor, Tensor, Tensor)",
+    _gradients_of_rms_norm,
+    _gradients_of_rms_norm_fake,
+)
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, direction: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated, as copies; direction -1 rotates back."""
+    checks.rotary(q, k, positions, cos_sin)
+    rotated_q, rotated_k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    backend_for(q, backend).rotate_(rotated_q, rotated_k, positions, cos_sin, direction)
+    return rotated_q, rotated_k
+
+
+def _rotate_fake(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, direction: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _rotate_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, _, positions, cos_sin, ctx.direction, ctx.backend = inputs
+    ctx.save_for_backward(positions, cos_sin)
+
+
+def _rotate_backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> Gradients:
+    grads = rotate(grad_q.contiguous(), grad_k.contiguous(), *ctx.saved_tensors, -ctx.direction, ctx.backend)
+    return *grads, None, None, None, None
+
+
+rotate = define(
+    "rotate(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, float direction, str backend) -> (Tensor, Tensor)",
+    _rotate,
+    _rotate_fake,
+    _rotate_setup,
+    _rotate_backward,
+)
+
+
+def _silu_and_mul(x: torch.Tensor, backend: str) -> torch.Tensor:
+    checks.silu_and_mul(x)
+    return backend_for(x, backend).silu_and_mul(x)
+
+
+def _silu_and_mul_fake(x: torch.Tensor, backend: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2))
+
+
+def _silu_and_mul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.backend = inputs
+    ctx.save_for_backward(x)
+
+
+def _silu_and_mul_backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    return silu_and_mul_backward(grad, ctx.saved_tensors[0], ctx.backend), None
+
+
+def _gradient_of_silu_and_mul(grad: torch.Tensor, x: torch.Tensor, backend: str) -> torch.Tensor:
+    return backend_for(x, backend).silu_and_mul_backward(grad.contiguous(), x)
+
+
+def _gradient_of_silu_and_mul_fake(grad: torch.Tensor, x: torch.Tensor, backend: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+silu_and_mul = define(
+    "silu_and_mul(Tensor x, str backend) -> Tensor",
+    _silu_and_mul,
+    _silu_and_mul_fake,
+    _silu_and_mul_setup,
+    _silu_and_mul_backward,
+)
+silu_and_mul_backward = define(
+    "silu_and_mul_backward(Tensor grad, Tensor x, str backend) -> Tensor",
+    _gradient_of_silu_and_mul,
+    _gradient_of_silu_and_mul_fake,
+)
 
 
 def packed_attention(
@@ -156,103 +270,71 @@ def packed_attention(
     )
 
 
-class VarlenAttention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        query_start: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        out, lse = packed_attention(backend, q, k, v, query_start, scale, True)
-        ctx.save_for_backward(q, k, v, out, lse, query_start)
-        ctx.backend, ctx.scale = backend, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, query_start = ctx.saved_tensors
-        grad_q, grad_k, grad_v = ctx.backend.attention_backward(
-            grads[0].contiguous(), q, k, v, out, lse, query_start, ctx.scale
-        )
-        return None, grad_q, grad_k, grad_v, None, None
+def _varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    checks.packed_kv(k, v)
+    checks.query_heads(q, k.shape[1])
+    checks.query_start(query_start, q.shape[0])
+    out, lse = packed_attention(backend_for(q, backend), q, k, v, query_start, scale, True)
+    assert lse is not None  # it was asked for
+    return out, lse
 
 
-class TokenLogprobs(Function):
-    """(logprobs, entropy) of given tokens from logits; the entropy has no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, backend: Backend, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(logits, token_ids)
-        ctx.backend, ctx.temperature = backend, temperature
-        logprobs, entropy = backend.token_logprobs(logits, token_ids, temperature)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, token_ids = ctx.saved_tensors
-        grad = ctx.backend.token_logprobs_backward(
-            logits, token_ids, ctx.temperature, grads[0].contiguous(), logits.dtype
-        )
-        return None, grad, None, None
+def _varlen_attention_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
 
 
-def _part(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
-    return temperature[rows] if isinstance(temperature, torch.Tensor) else temperature
+def _varlen_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, query_start, ctx.scale, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, query_start)
+    ctx.mark_non_differentiable(output[1])
 
 
-class LinearTokenLogprobs(Function):
-    """Logits of a chunk of rows at a time, forward, and once more backward; the entropy has no gradient."""
+def _varlen_attention_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> Gradients:
+    return *attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.backend), None, None, None
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        backend: Backend,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: float | torch.Tensor,
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = accumulation_dtype(hidden.dtype)
-        logprobs, entropy = torch.empty((2, hidden.shape[0]), dtype=wide, device=hidden.device).unbind()
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = backend.linear(hidden[rows], weight, None, wide)
-            logprobs[rows], entropy[rows] = backend.token_logprobs(logits, token_ids[rows], _part(temperature, rows))
-        ctx.save_for_backward(hidden, weight, token_ids)
-        ctx.backend, ctx.temperature, ctx.chunk = backend, temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, token_ids = ctx.saved_tensors
-        grad, wide = grads[0].contiguous(), accumulation_dtype(hidden.dtype)
-        _, hidden_wanted, weight_wanted, *_ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if hidden_wanted else None
-        grad_weight = None
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logits = ctx.backend.linear(hidden[rows], weight, None, wide)
-            grad_logits = ctx.backend.token_logprobs_backward(
-                logits, token_ids[rows], _part(ctx.temperature, rows), grad[rows], hidden.dtype
-            )
-            del logits
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight
-            if weight_wanted:
-                part = grad_logits.t() @ hidden[rows]
-                grad_weight = part if grad_weight is None else grad_weight.to(wide).add_(part)
-        if weight_wanted and grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
-        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+def _gradients_of_attention(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return backend_for(q, backend).attention_backward(grad.contiguous(), q, k, v, out, lse, query_start, scale)
+
+
+def _gradients_of_attention_fake(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+varlen_attention = define(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor query_start, float scale, str backend) -> (Tensor, Tensor)",
+    _varlen_attention,
+    _varlen_attention_fake,
+    _varlen_attention_setup,
+    _varlen_attention_backward,
+)
+attention_backward = define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query_start, "
+    "float scale, str backend) -> (Tensor, Tensor, Tensor)",
+    _gradients_of_attention,
+    _gradients_of_attention_fake,
+)

@@ -174,7 +174,9 @@ def _kv_scales(name: str, scales: torch.Tensor | None, keys: torch.Tensor) -> No
         fail_shape(name, scales, f"[{keys.shape[0]}, {keys.shape[1]}, {TILE}] and contiguous")
 
 
-def attention_options(window: int | None, soft_cap: float | None) -> None:
+def attention_options(scale: float, window: int | None, soft_cap: float | None) -> None:
+    if not scale > 0:
+        raise ValueError(f"scale={scale!r} is not valid: it must be above 0")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window={window!r} is not valid: it must be an integer of at least 1, or None")
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):

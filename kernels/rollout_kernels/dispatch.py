@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
@@ -89,14 +89,26 @@ def _load(name: str, device_type: str) -> Backend:
     return _triton_kernels(device_type) if name == "triton" else reference
 
 
-def backend_for(tensor: torch.Tensor) -> Backend:
-    """The backend for operations on this tensor. Raises `BuildError` where the setting forbids a fallback."""
+@torch.compiler.assume_constant_result
+def current_setting() -> str:
+    """The setting in force. A compiled graph keeps the one that was in force when it was traced."""
+    override = _override.get()
+    if override is None:
+        return _setting
+    return override if isinstance(override, str) else override.name
+
+
+def backend_for(tensor: torch.Tensor, setting: str | None = None) -> Backend:
+    """The backend for operations on this tensor, under `setting` or else the one in force.
+
+    Raises `BuildError` where the setting forbids a fallback.
+    """
     if tensor.dtype is torch.float64:
         return reference
     override = _override.get()
-    if override is not None and not isinstance(override, str):
+    if setting is None and override is not None and not isinstance(override, str):
         return override
-    return _backend("cpu" if tensor.is_cpu else tensor.device.type, override or _setting)
+    return _backend("cpu" if tensor.is_cpu else tensor.device.type, setting or override or _setting)
 
 
 def backend_on(device: torch.device) -> Backend:
@@ -152,6 +164,15 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For activation checkpointing: the forward pass is computed again on the backend that is in force now.
+
+    `torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)`. Without it
+    the second forward uses what is in force in the thread of the backward pass.
+    """
+    return nullcontext(), use_backend(current_setting())
 
 
 def backend_info() -> dict[str, str | list[str]]:

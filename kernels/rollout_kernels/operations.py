@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout_kernels import autograd, checks
-from rollout_kernels.dispatch import backend_for
+from rollout_kernels import autograd, autograd_linear, checks
+from rollout_kernels.dispatch import backend_for, current_setting
 from rollout_kernels.kv_cache import KVCache, kv_cache_shapes, kv_scale_shape
 from rollout_kernels.reference.reduce import accumulation_dtype
 from rollout_kernels.results import SampleArguments, SampleResult
@@ -29,6 +29,7 @@ __all__ = [
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
+    "merged_linear",
     "noise_bits",
     "paged_attention",
     "rms_norm",
@@ -41,7 +42,18 @@ __all__ = [
 ]
 
 
-def _wants_grad(*tensors: torch.Tensor | None) -> bool:
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _goes_through_torch(*tensors: torch.Tensor | None) -> bool:
+    """Whether torch must see the operation: a gradient is wanted, or a compiler, a transform or a fake tensor looks on.
+
+    Otherwise the kernel is called at once, without the dispatcher's microseconds.
+    """
+    if torch.compiler.is_compiling() or type(tensors[0]) not in _PLAIN_TENSORS:
+        return True
+    if torch._C._are_functorch_transforms_active():  # refused there by name; here it would be a pointer that is missing
+        return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -51,7 +63,7 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises `ValueError` for an id outside the table, `IndexError` where a gradient is wanted.
     """
     checks.embedding(token_ids, weight)
-    if _wants_grad(weight):
+    if _goes_through_torch(weight):
         return torch.nn.functional.embedding(token_ids, weight).to(accumulation_dtype(weight.dtype))
     return backend_for(weight).embedding(token_ids, weight)
 
@@ -62,14 +74,14 @@ def linear(
     """x [T, K] @ weight [N, K]^T (+ bias [N]) -> [T, N], accumulated in float32, rounded once to `out_dtype` (x's)."""
     out_dtype = out_dtype or x.dtype
     checks.linear(x, weight, bias, out_dtype)
-    if _wants_grad(x, weight, bias):
-        return autograd.Linear.apply(backend_for(x), x, weight, bias, out_dtype)  # type: ignore[return-value]
+    if _goes_through_torch(x, weight, bias):
+        return autograd_linear.linear(x, weight, bias, out_dtype, current_setting())
     return backend_for(x).linear(x, weight, bias, out_dtype)
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """silu_and_mul(linear(x, weight, bias)) for weight [2I, K] -> [T, I], the same bits in one pass."""
-    if _wants_grad(x, weight, bias):
+    if _goes_through_torch(x, weight, bias):
         return silu_and_mul(linear(x, weight, bias))
     checks.linear(x, weight, bias, x.dtype)
     if weight.shape[0] % 2:
@@ -99,6 +111,23 @@ def linear_rotary(
     return backend_for(x).linear_rotary(x, weight, bias, positions, cos_sin, rotated_columns)
 
 
+def merged_linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The `linear` of x [T, K] with each weight [N_i, K] (and bias [N_i]), side by side: [T, sum of N_i].
+
+    One product where the weights lie one after another in one storage, and the biases too; the same bits otherwise.
+    Gradients of the weights are views of one tensor.
+    """
+    out_dtype = out_dtype or x.dtype
+    if len(biases) not in (0, len(weights)) or not weights:
+        raise ValueError(f"there are {len(weights)} weights and {len(biases)} biases: give one or none to each weight")
+    return autograd_linear.merged_linear(x, list(weights), list(biases), out_dtype, current_setting())
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -113,11 +142,11 @@ def rms_norm(
     """
     out_dtype = out_dtype or weight.dtype
     checks.rms_norm(x, weight, residual, out_dtype)
-    backend = backend_for(x)
-    if not _wants_grad(x, weight, residual):
-        return backend.rms_norm(x, weight, eps, residual, out_dtype)
-    result = autograd.RmsNorm.apply(backend, x, weight, eps, residual, out_dtype)
-    return result if isinstance(result, tuple) else (result, x)  # type: ignore[return-value]
+    if not _goes_through_torch(x, weight, residual):
+        return backend_for(x).rms_norm(x, weight, eps, residual, out_dtype)
+    if residual is None and x.dtype is accumulation_dtype(x.dtype):
+        return autograd.normalise(x, weight, eps, out_dtype, current_setting()), x
+    return autograd.rms_norm(x, weight, eps, residual, out_dtype, current_setting())
 
 
 def rotary_embedding(
@@ -126,21 +155,20 @@ def rotary_embedding(
     """q [T, Hq, D] and k [T, Hkv, D] rotated, half-split style, computed in float32 and rounded once.
 
     `positions` int64 [T] index `cos_sin` [max_pos, D] (D/2 cosines, then D/2 sines), float32. Without gradients q and k
-    are rotated in place, and returned; they may be views of a fused projection, with rows apart.
+    are rotated in place, and returned (a compiler gets copies); they may be views of a fused projection, rows apart.
     """
     checks.rotary(q, k, positions, cos_sin)
-    backend = backend_for(q)
-    if _wants_grad(q, k):
-        return autograd.Rotary.apply(backend, q, k, positions, cos_sin)  # type: ignore[return-value]
-    backend.rotate_(q, k, positions, cos_sin, 1.0)
+    if _goes_through_torch(q, k):
+        return autograd.rotate(q, k, positions, cos_sin, 1.0, current_setting())
+    backend_for(q).rotate_(q, k, positions, cos_sin, 1.0)
     return q, k
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[:, :I]) * x[:, I:] for x [T, 2I] -> [T, I], computed in float32 and rounded once."""
     checks.silu_and_mul(x)
-    if _wants_grad(x):
-        return autograd.SiluAndMul.apply(backend_for(x), x)  # type: ignore[return-value]
+    if _goes_through_torch(x):
+        return autograd.silu_and_mul(x, current_setting())
     return backend_for(x).silu_and_mul(x)
 
 
@@ -181,7 +209,7 @@ def paged_attention(
     backend = backend_for(q)
     checks.kv_cache(cache, q, q.shape[-1], backend.kv_layout)
     checks.query_heads(q, cache.keys.shape[1])
-    checks.attention_options(window, soft_cap)
+    checks.attention_options(scale, window, soft_cap)
     num_seqs = seq_lens.shape[0]
     checks.vector("seq_lens", seq_lens, num_seqs, torch.int32)
     checks.vector("query_start", query_start, num_seqs + 1, torch.int32)
@@ -203,15 +231,15 @@ def varlen_attention(
     The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly.
     """
     checks.packed_kv(k, v)
+    checks.attention_options(scale, None, None)
     checks.same_dtype("q", q, "k", k)
     checks.query_heads(q, k.shape[1])
-    checks.query_start(query_start, q.shape[0])
     if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         checks.fail_shape("k", k, f"[{q.shape[0]}, Hkv, {q.shape[2]}]")
-    backend = backend_for(q)
-    if _wants_grad(q, k, v):
-        return autograd.VarlenAttention.apply(backend, q, k, v, query_start, scale)  # type: ignore[return-value]
-    return autograd.packed_attention(backend, q, k, v, query_start, scale, False)[0]
+    if _goes_through_torch(q, k, v):
+        return autograd.varlen_attention(q, k, v, query_start, scale, current_setting())[0]
+    checks.query_start(query_start, q.shape[0])
+    return autograd.packed_attention(backend_for(q), q, k, v, query_start, scale, False)[0]
 
 
 def copy_blocks(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]], tiles_per_block: int) -> None:
@@ -295,10 +323,14 @@ def token_logprobs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `token_logprobs`, and the entropy [R] of the tempered distribution in nats, which has no gradient."""
     checks.token_logprobs(logits, token_ids, temperature)
-    backend = backend_for(logits)
-    if _wants_grad(logits):
-        return autograd.TokenLogprobs.apply(backend, logits, token_ids, temperature)  # type: ignore[return-value]
-    return backend.token_logprobs(logits, token_ids, temperature)
+    if _goes_through_torch(logits):
+        return autograd_linear.token_logprobs(logits, token_ids, *_temperature(temperature), current_setting())
+    return backend_for(logits).token_logprobs(logits, token_ids, temperature)
+
+
+def _temperature(temperature: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    """As the pair (one a row, one for all) of which the operations read the first that is there."""
+    return (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
 
 
 def linear_token_logprobs(
@@ -320,8 +352,8 @@ def linear_token_logprobs(
         checks.vector("temperature", temperature, hidden.shape[0], torch.float32)
     if chunk < 1:
         raise ValueError(f"chunk={chunk!r} is not valid: it must be at least 1")
-    return autograd.LinearTokenLogprobs.apply(  # type: ignore[return-value]
-        backend_for(hidden), hidden, weight, token_ids, temperature, chunk
+    return autograd_linear.linear_token_logprobs(
+        hidden, weight, token_ids, *_temperature(temperature), chunk, current_setting()
     )
 
 

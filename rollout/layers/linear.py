@@ -41,8 +41,8 @@ class MergedLinear(nn.Module):
     """Several projections of one input as one product; their parameters are views of one fused storage.
 
     The parts keep their names in the tree of modules, so a trainer or a checkpoint sees `q_proj.weight` and the kernel
-    sees one matrix. With gradients the parts are computed one by one: every output is one dot product in one order,
-    so both ways give the same bits.
+    sees one matrix. With gradients `merged_linear` hands each part its piece of the gradient; the forward is the same
+    product, so it has the same bits.
     """
 
     def __init__(self, *parts: Linear) -> None:
@@ -68,8 +68,8 @@ class MergedLinear(nn.Module):
 
     @property
     def is_one_product(self) -> bool:
-        """Whether the parts are computed together: in inference, once they have their storage."""
-        return self.fused_weight is not None and not torch.is_grad_enabled()
+        """Whether the parts are computed together: in inference with storage of their own, not under a compiler."""
+        return self.fused_weight is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """For the two parts gate and up: silu(gate(x)) * up(x), [T, in_features] -> [T, out_features of one]."""
@@ -87,5 +87,7 @@ class MergedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, sum of the parts' out_features]."""
         if self.fused_weight is None or torch.is_grad_enabled():
-            return torch.cat([part(x) for part in self.parts], dim=-1)
+            weights = [part.weight for part in self.parts]
+            biases = [part.bias for part in self.parts if part.bias is not None]
+            return rollout_kernels.merged_linear(x, weights, biases)
         return rollout_kernels.linear(x, self.fused_weight, self.fused_bias)

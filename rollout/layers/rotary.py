@@ -96,9 +96,7 @@ class RotaryEmbedding(nn.Module):
             qkv = projection.forward_rotated(x, positions, self.cos_sin, queries + keys)
         else:
             qkv = projection(x)
-        q = qkv[:, :queries].unflatten(-1, (num_heads, self.head_dim))
-        k = qkv[:, queries : queries + keys].unflatten(-1, (num_kv_heads, self.head_dim))
-        v = qkv[:, queries + keys :].unflatten(-1, (num_kv_heads, self.head_dim))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split((queries, keys, keys), dim=-1))
         if not together:
             q, k = self(q, k, positions)
         return q, k, v

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import rollout_kernels as rk
+from rollout_kernels.reference.kv_cache import read_kv, sequence_slots
 from tests.support.kernels import (
     BACKENDS,
     DTYPES,
@@ -16,7 +17,6 @@ from tests.support.kernels import (
     rows_apart,
 )
 
-WINDOW_BACKENDS = ["reference"]
 HEADS = [(9, 3, 64), (7, 1, 80), (4, 4, 16), (2, 1, 6)]
 
 
@@ -44,7 +44,14 @@ def exact_attention(
 class Sequences:
     """Random sequences in a paged cache full of NaN, their blocks scattered."""
 
-    def __init__(self, lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtype, block_size: int) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        block_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         num_heads, num_kv_heads, head_dim = heads
         self.block_size, self.lengths, self.scale = block_size, lengths, head_dim**-0.5
         self.q = [randn(n, num_heads, head_dim, dtype=dtype, seed=10 + i, scale=2.0) for i, n in enumerate(lengths)]
@@ -55,7 +62,7 @@ class Sequences:
         self.tables = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
         for table, ids in zip(self.tables, order, strict=True):
             table[: len(ids)] = ids
-        self.cache = nan_caches(sum(blocks), block_size, num_kv_heads, head_dim, dtype)
+        self.cache = nan_caches(sum(blocks), block_size, num_kv_heads, head_dim, kv_dtype or dtype)
         tiles = -(-block_size // 16)
         for i, n in enumerate(lengths):
             position = torch.arange(n)
@@ -141,7 +148,7 @@ def test_packed_attention_equals_the_paged_one_bit_for_bit(backend: str, dtype: 
     assert_same_bits(packed, paged)
 
 
-@pytest.mark.parametrize("backend", WINDOW_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [(1, None), (16, None), (50, 3.0), (None, 2.0), (1000, None)])
 def test_windows_and_soft_caps_equal_float64(
@@ -160,6 +167,144 @@ def test_windows_and_soft_caps_equal_float64(
         row += len(q)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [(1, None), (70, 2.0), (64, None), (None, 3.0)])
+def test_windows_and_soft_caps_change_no_bit_with_chunks_or_neighbours(
+    dtype: torch.dtype, options: tuple[int | None, float | None]
+) -> None:
+    lengths = [190, 33]
+    sequences = Sequences(lengths, (6, 2, 64), dtype, 16)
+    whole = sequences.attend([(0, 0, 190)], *options)[0]
+    decodes = torch.cat([sequences.attend([(1, 32, 33), (0, i, i + 1)], *options)[0][1:] for i in range(0, 190, 9)])
+    assert_same_bits(decodes, whole[::9])
+    chunks = [sequences.attend([(0, a, b)], *options)[0] for a, b in ((0, 13), (13, 100), (100, 190))]
+    assert_same_bits(torch.cat(chunks), whole)
+
+
+def test_a_window_reads_no_block_that_it_leaves_behind() -> None:
+    sequences = Sequences([200], (4, 2, 24), torch.bfloat16, 16)
+    expected = sequences.attend([(0, 180, 200)], window=20)[0]
+    sequences.tables[0, : (180 - 19) // 16] = 2**30
+    assert_same_bits(sequences.attend([(0, 180, 200)], window=20)[0], expected)
+
+
+# Sequences as paths through a tree: (parent, tokens of its own), the parents' blocks shared.
+TREES = {
+    "samples of a prompt": [(None, 200), *[(0, n) for n in (1, 5, 64, 100, 3, 130)]],
+    "prompts behind a system prompt": [
+        (None, 150),
+        *[(0, 90), (0, 70), (0, 20)],
+        *[(1, n) for n in (10, 80, 33)],
+        *[(2, n) for n in (1, 2, 3, 4, 5)],
+        *[(3, n) for n in (65, 9)],
+    ],
+    "nothing in common": [(None, n) for n in (7, 64, 65, 128, 200)],
+    "one is the beginning of another": [(None, 64), (0, 64), (1, 64), (2, 1), (0, 1), (1, 30)],
+}
+
+
+class Tree:
+    """Sequences that share the blocks of their parents, in one cache; only whole blocks are shared."""
+
+    def __init__(
+        self, nodes: list[tuple[int | None, int]], heads: tuple[int, int, int], kv_dtype: torch.dtype | None, block: int
+    ) -> None:
+        num_heads, num_kv_heads, head_dim = heads
+        self.block, self.scale, self.num_heads, self.head_dim = block, head_dim**-0.5, num_heads, head_dim
+        self.tables: list[list[int]] = []
+        self.lengths: list[int] = []
+        fresh = iter(torch.randperm(400, generator=torch.Generator().manual_seed(3)).tolist())
+        self.cache = nan_caches(400, block, num_kv_heads, head_dim, kv_dtype or torch.bfloat16)
+        for parent, own in nodes:
+            begin = 0 if parent is None else self.lengths[parent] // block * block
+            shared = [] if parent is None else self.tables[parent][: begin // block]
+            length = begin + own
+            self.tables.append([*shared, *(next(fresh) for _ in range(-(-own // block)))])
+            self.lengths.append(length)
+            positions = torch.arange(begin, length)
+            blocks = torch.tensor(self.tables[-1])[positions // block]
+            slots = blocks * (-(-block // 16) * 16) + positions % block
+            k, v = (randn(own, num_kv_heads, head_dim, dtype=torch.bfloat16, seed=length + i) for i in range(2))
+            rk.write_kv(k, v, self.cache, slots)
+
+    def attend(self, queries: list[tuple[int, int]], window: int | None = None) -> list[torch.Tensor]:
+        """The outputs of (sequence, number of its last positions) items, computed in one call."""
+        q = [
+            randn(count, self.num_heads, self.head_dim, dtype=torch.bfloat16, seed=sequence)
+            for sequence, count in queries
+        ]
+        starts = torch.tensor([0, *(count for _, count in queries)]).cumsum(0).int()
+        width = max(len(self.tables[sequence]) for sequence, _ in queries)
+        tables = torch.full((len(queries), width), -1, dtype=torch.int32)
+        for row, (sequence, _) in zip(tables, queries, strict=True):
+            row[: len(self.tables[sequence])] = torch.tensor(self.tables[sequence])
+        lengths = torch.tensor([self.lengths[sequence] for sequence, _ in queries], dtype=torch.int32)
+        arguments = (torch.cat(q), self.cache, tables, starts, lengths, self.block, self.scale)
+        out = rk.paged_attention(*arguments, window=window)
+        assert isinstance(out, torch.Tensor)
+        return list(out.split([count for _, count in queries]))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 24)])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
+    tree: str, heads: tuple[int, int, int], kv_dtype: torch.dtype | None
+) -> None:
+    for block in (16, 8, 24):
+        sequences = Tree(TREES[tree], heads, kv_dtype, block)
+        order = torch.randperm(len(TREES[tree]), generator=torch.Generator().manual_seed(block)).tolist()
+        for window in (None, 90):
+            for count in (1, 3):
+                queries = [(sequence, min(count, TREES[tree][sequence][1])) for sequence in order]
+                alone = [sequences.attend([query], window)[0] for query in queries]
+                for threads in (1, 2):
+                    with num_threads(threads):
+                        for together, expected in zip(sequences.attend(queries, window), alone, strict=True):
+                            assert_same_bits(together, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("block_size", [16, 20])
+def test_attention_over_a_quantised_cache_equals_float64(
+    backend: str, dtype: torch.dtype, heads: tuple[int, int, int], block_size: int
+) -> None:
+    lengths = [1, 37] if backend == "reference" else [1, 16, 70, 200]
+    sequences = Sequences(lengths, heads, dtype, block_size, torch.int8)
+    with rk.use_backend(backend):
+        out, lse = sequences.attend([(i, 0, n) for i, n in enumerate(lengths)])
+    row = 0
+    for i, (q, n) in enumerate(zip(sequences.q, lengths, strict=True)):
+        k, v = read_kv(sequences.cache, sequence_slots(sequences.tables[i], n, block_size), heads[2])
+        expected, expected_lse = exact_attention(q, k, v, sequences.scale)
+        assert_close(out[row : row + n], expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert_close(lse[row : row + n], expected_lse, 3e-3 if dtype == torch.bfloat16 else 1e-5)
+        row += n
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_quantised_cache_gives_the_same_bits_in_chunks_and_decodes(dtype: torch.dtype) -> None:
+    whole = Sequences([150], (9, 3, 64), dtype, 16, torch.int8).attend([(0, 0, 150)])[0]
+    for block_size in (16, 20):
+        sequences = Sequences([150], (9, 3, 64), dtype, block_size, torch.int8)
+        decodes = torch.cat([sequences.attend([(0, i, i + 1)])[0] for i in range(0, 150, 7)])
+        assert_same_bits(decodes, whole[::7])
+        assert_same_bits(torch.cat([sequences.attend([(0, a, b)])[0] for a, b in ((0, 77), (77, 150))]), whole)
+
+
+def test_float8_caches_are_for_the_reference() -> None:
+    lengths, heads = [33], (4, 2, 24)
+    with rk.use_backend("reference"):
+        sequences = Sequences(lengths, heads, torch.bfloat16, 16, torch.float8_e4m3fn)
+        out = sequences.attend([(0, 0, 33)])[0]
+    k, v = read_kv(sequences.cache, sequence_slots(sequences.tables[0], 33, 16), 24)
+    assert_close(out, exact_attention(sequences.q[0], k, v, sequences.scale)[0], 1e-2)
+    with pytest.raises(TypeError, match="float8_e4m3fn: the CPU kernels take bfloat16, float32 and int8"):
+        sequences.attend([(0, 0, 33)])
+
+
 def test_wrong_arguments_are_named() -> None:
     cache = nan_caches(2, 16, 2, 16, torch.float32)
     table, starts, lens = torch.zeros(1, 1).int(), torch.tensor([0, 1]).int(), torch.tensor([1]).int()
@@ -172,6 +317,8 @@ def test_wrong_arguments_are_named() -> None:
     arguments = (randn(1, 4, 16), cache, table, starts, lens, 16, 1.0)
     with pytest.raises(ValueError, match="window=0 is not valid: it must be an integer of at least 1"):
         rk.paged_attention(*arguments, window=0)
+    with pytest.raises(ValueError, match=r"scale=0.0 is not valid: it must be above 0"):
+        rk.paged_attention(*arguments[:-1], 0.0)
     with pytest.raises(ValueError, match=r"soft_cap=-1.0 is not valid: it must be a finite number above 0"):
         rk.paged_attention(*arguments, soft_cap=-1.0)
     with pytest.raises(ValueError, match="query_start must go from 0 to the number of tokens, 3"):

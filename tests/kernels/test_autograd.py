@@ -184,6 +184,39 @@ def test_long_attention_gradients_equal_float64(lengths: tuple[int, ...]) -> Non
         assert_close(result, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [20, 64, 80])
+@pytest.mark.parametrize("lengths", [(150,), (64, 65, 47), (1, 2, 100, 3)])
+def test_bfloat16_attention_gradients_are_within_a_rounding_of_float64(lengths: tuple[int, ...], head_dim: int) -> None:
+    """The root mean square of the error is at most 2^-8 of that of the gradient; rounding the results alone is 2^-9."""
+    inputs = [randn(sum(lengths), heads, head_dim, dtype=torch.bfloat16, seed=heads) for heads in (6, 2, 2)]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return rk.varlen_attention(q, k, v, starts(*lengths), head_dim**-0.5)
+
+    _, expected = gradients(run, [x.double() for x in inputs])
+    _, actual = gradients(run, inputs)
+    for result, exact in zip(actual, expected, strict=True):
+        error = (result.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        assert error < 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_gradients_of_a_sequence_do_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    """Even beside a sequence that is not a number anywhere."""
+    lengths = (37, 100, 65)
+    inputs = [randn(sum(lengths), heads, 24, dtype=dtype, seed=heads) for heads in (4, 2, 2)]
+    for x in inputs:
+        x[:37] = torch.nan
+    _, together = gradients(lambda q, k, v: rk.varlen_attention(q, k, v, starts(*lengths), 0.2), inputs)
+    grad = randn(sum(lengths), 4, 24, seed=77).bfloat16().to(dtype)  # what `gradients` hands back
+    alone = [x[37:137].clone().requires_grad_() for x in inputs]
+    rk.varlen_attention(alone[0], alone[1], alone[2], starts(100), 0.2).backward(grad[37:137])
+    for tensor, beside in zip(alone, together, strict=True):
+        assert tensor.grad is not None
+        assert beside[:37].isnan().all()
+        assert_same_bits(tensor.grad, beside[37:137])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_takes_views_of_a_fused_projection(backend: str) -> None:
     """q, k and v with rows apart give the same output, and gradients flow back into the fused tensor."""

@@ -8,8 +8,6 @@ from rollout_kernels.kv_cache import QUANTISED_MAXIMUM
 from rollout_kernels.reference.kv_cache import read_kv
 from tests.support.kernels import BACKENDS, DTYPES, assert_same_bits, nan_caches, num_threads, randn, rows_apart
 
-QUANTISING_BACKENDS = ["reference"]
-
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_cache_shapes_round_up_to_whole_tiles(dtype: torch.dtype) -> None:
@@ -110,15 +108,7 @@ def test_blocks_move_between_pools_of_different_sizes(backend: str) -> None:
             rk.copy_blocks_between(device, host, [(0, 2)], 1)
 
 
-def quantised_cache(num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype) -> rk.KVCache:
-    """A cache of the quantised dtype whose scales are NaN."""
-    shapes = rk.kv_cache_shapes(num_blocks, 16, heads, head_dim, dtype)
-    scales = torch.full((2, *rk.kv_scale_shape(num_blocks, 16, heads)), torch.nan)
-    keys, values = (torch.zeros(shape).to(dtype) for shape in shapes)
-    return rk.KVCache(keys, values, scales[0], scales[1])
-
-
-@pytest.mark.parametrize("backend", QUANTISING_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [6, 64, 80])
 def test_a_quantised_cache_holds_each_token_to_half_a_step(backend: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -126,7 +116,7 @@ def test_a_quantised_cache_holds_each_token_to_half_a_step(backend: str, dtype: 
     v = randn(40, 3, head_dim, dtype=dtype, seed=2)
     v[7, 1] = 0.0
     slots = torch.randperm(16 * 8, generator=torch.Generator().manual_seed(0))[:40]
-    cache = quantised_cache(8, 3, head_dim, torch.int8)
+    cache = nan_caches(8, 16, 3, head_dim, torch.int8)
     with rk.use_backend(backend):
         rk.write_kv(rows_apart(k), rows_apart(v), cache, slots)
     for written, read in zip((k, v), read_kv(cache, slots, head_dim), strict=True):
@@ -142,7 +132,7 @@ def test_a_quantised_cache_holds_each_token_to_half_a_step(backend: str, dtype: 
 
 def test_the_reference_keeps_float8_to_its_precision() -> None:
     k, v = randn(40, 3, 24, seed=1, scale=5.0), randn(40, 3, 24, seed=2)
-    cache = quantised_cache(3, 3, 24, torch.float8_e4m3fn)
+    cache = nan_caches(3, 16, 3, 24, torch.float8_e4m3fn)
     with rk.use_backend("reference"):
         rk.write_kv(k, v, cache, torch.arange(40))
     for written, read in zip((k, v), read_kv(cache, torch.arange(40), 24), strict=True):
@@ -152,7 +142,7 @@ def test_the_reference_keeps_float8_to_its_precision() -> None:
 
 def test_a_quantised_cache_needs_scales_of_its_shape() -> None:
     k, slot = randn(1, 2, 16), torch.tensor([0])
-    cache = quantised_cache(2, 2, 16, torch.int8)
+    cache = nan_caches(2, 16, 2, 16, torch.int8)
     with pytest.raises(TypeError, match=r"cache.keys is torch.int8: cache.value_scales must be given"):
         rk.write_kv(k, k, cache._replace(value_scales=None), slot)
     with pytest.raises(ValueError, match=r"cache.key_scales has shape \(1, 2, 16\): it must be \[2, 2, 16\]"):

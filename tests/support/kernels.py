@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import rollout_kernels as rk
+from rollout_kernels.kv_cache import QUANTISED_MAXIMUM
 
 BACKENDS = ("cpu", "reference")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -59,9 +60,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 def nan_caches(num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype) -> rk.KVCache:
-    """A cache in which every slot holds NaN."""
-    k_shape, v_shape = rk.kv_cache_shapes(num_blocks, block_size, heads, head_dim, dtype)
-    return rk.KVCache(torch.full(k_shape, torch.nan, dtype=dtype), torch.full(v_shape, torch.nan, dtype=dtype))
+    """A cache in which every slot holds NaN; where it is quantised, by way of its scales."""
+    keys, values = (
+        torch.full(shape, torch.nan).to(dtype) if dtype.is_floating_point else torch.full(shape, 99, dtype=dtype)
+        for shape in rk.kv_cache_shapes(num_blocks, block_size, heads, head_dim, dtype)
+    )
+    if dtype not in QUANTISED_MAXIMUM:
+        return rk.KVCache(keys, values)
+    shape = rk.kv_scale_shape(num_blocks, block_size, heads)
+    return rk.KVCache(keys, values, torch.full(shape, torch.nan), torch.full(shape, torch.nan))
 
 
 def draw_arguments(draws: int, **values: float | int | torch.Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rollout_kernels.kv_cache import TILE, KVCache
 from rollout_kernels.results import SampleArguments, SampleResult
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1}
+_KV_DTYPE = _DTYPE | {torch.int8: 2}
 
 
 class CpuKernels:
@@ -206,13 +207,14 @@ class CpuKernels:
         cache: KVCache,
         slot_mapping: torch.Tensor,
     ) -> None:
-        _refuse_quantised(cache)
+        kv_dtype = _kv_dtype(cache)
         self._follow_torch()
         tokens, heads, head_dim = k.shape
         # fmt: off
         bad = self._write_kv(
             k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), _DTYPE[k.dtype],
-            cache.keys.data_ptr(), cache.values.data_ptr(), slot_mapping.data_ptr(), cache.keys.shape[0] * TILE,
+            kv_dtype, cache.keys.data_ptr(), cache.values.data_ptr(), _pointer(cache.key_scales),
+            _pointer(cache.value_scales), slot_mapping.data_ptr(), cache.keys.shape[0] * TILE,
             tokens, heads, head_dim,
         )
         # fmt: on
@@ -232,20 +234,18 @@ class CpuKernels:
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _refuse_quantised(cache)
-        if window is not None or soft_cap is not None:
-            raise ValueError(
-                f"window={window!r} and soft_cap={soft_cap!r} are not supported by the CPU kernels: they must be None"
-            )
+        kv_dtype = _kv_dtype(cache)
         self._follow_torch()
         tokens, heads, head_dim = q.shape
         out = self._empty(tokens, heads, head_dim, dtype=q.dtype)
         lse = torch.empty(tokens, heads, dtype=torch.float32) if return_lse else None
         # fmt: off
         self._paged_attention(
-            q.data_ptr(), q.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), _DTYPE[q.dtype],
+            q.data_ptr(), q.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(),
+            _pointer(cache.key_scales), _pointer(cache.value_scales), _DTYPE[q.dtype], kv_dtype,
             block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr(),
-            seq_lens.shape[0], heads, cache.keys.shape[1], head_dim, block_size, scale, out.data_ptr(), _pointer(lse),
+            seq_lens.shape[0], heads, cache.keys.shape[1], head_dim, block_size, scale, window or 0, soft_cap or 0.0,
+            out.data_ptr(), _pointer(lse),
         )
         # fmt: on
         return out, lse
@@ -354,9 +354,12 @@ class CpuKernels:
         return self._fingerprint(tensor.data_ptr(), rows, row_bytes, stride)
 
 
-def _refuse_quantised(cache: KVCache) -> None:
-    if cache.key_scales is not None:
-        raise TypeError(f"cache.keys is {cache.keys.dtype}: the CPU kernels support bfloat16 and float32 caches")
+def _kv_dtype(cache: KVCache) -> int:
+    """The kernels' number for the dtype of a cache."""
+    code = _KV_DTYPE.get(cache.keys.dtype)
+    if code is None:
+        raise TypeError(f"cache.keys is {cache.keys.dtype}: the CPU kernels take bfloat16, float32 and int8")
+    return code
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -36,7 +36,7 @@ def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values, size = logits.detach().cpu().numpy(), logits.shape[1]
-    results = np.full((2, len(values)), np.nan)
+    found, entropies = np.full(len(values), np.nan), np.full(len(values), np.nan)
     for row, token_id in enumerate(token_ids.tolist()):
         row_temperature = _row_temperature(temperature, row)
         if not 0.0 < row_temperature < np.inf:
@@ -45,9 +45,9 @@ def token_logprobs(
             raise logprob_error(token_ids, temperature, row, 1, size)
         if row_is_valid(values[row]):
             logprobs = log_softmax_row(values[row], row_temperature)
-            results[:, row] = logprobs[token_id], entropy_row(logprobs)
-    both = torch.from_numpy(results).to(logits.device, accumulation_dtype(logits.dtype))
-    return both[0], both[1]
+            found[row], entropies[row] = logprobs[token_id], entropy_row(logprobs)
+    wide = accumulation_dtype(logits.dtype)
+    return torch.from_numpy(found).to(logits.device, wide), torch.from_numpy(entropies).to(logits.device, wide)
 
 
 def token_logprobs_backward(

@@ -1,322 +1,296 @@
 // Causal attention of any mix of prefill chunks and decodes over a paged KV cache.
 //
-// The cache is made of tiles of 16 keys, laid out for this file: a key tile holds, for each pair of head dimensions,
-// the 16 keys side by side, so that the lanes of a score vector are keys; a value tile holds, for each pair of keys, the
-// head dimensions side by side, so that the lanes of an output vector are dimensions.
-//
-// A query meets its keys in groups of 64 that start at fixed absolute positions, with an online softmax (Milakov and
-// Gimelshein, 2018). A masked key has the exact probability zero, and a group in which every key is masked changes
-// nothing, so that the result of a query depends on its own keys alone: prefill, chunked prefill and decode agree bit
-// for bit whatever the block size.
+// A query meets its keys in groups of 64 that start at fixed absolute positions (`attention_rows.h`), so that its result
+// depends on its own keys alone: prefill, chunked prefill and decode agree bit for bit whatever the block size. Sequences
+// whose block tables begin alike are processed together: a group of keys that they share is read once for all of their
+// queries, each of which goes through the same groups in the same order as it would alone.
+#include <algorithm>
 #include <vector>
 
+#include "attention_rows.h"
 #include "kernels.h"
-#include "simd.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int kTile = 16;
-constexpr int kGroupTiles = 4;
-constexpr int kGroup = kTile * kGroupTiles;
-constexpr int kRows = 6;          // query rows in registers at once
-constexpr int kItemRows = 48;     // query rows that pass over a group of keys while it is in the cache
-constexpr float kMasked = -__builtin_inff();
+constexpr int kItemRows = 48;      // query rows that pass over a group of keys while it is in the processor's cache
+constexpr int kLeastRows = 12;     // items with fewer rows than this are not split to occupy the threads
+constexpr int kItemsAThread = 6;
 
-// One pair (bfloat16) or one value (float32) of the inner dimension: what a broadcast takes from the left operand.
-struct Bfloat16 {
-  typedef bf16 element;
-  static constexpr int inner = 2;
-#if defined(__AVX512BF16__)
-  static inline __attribute__((always_inline)) v16f multiply_add(v16f acc, const bf16* left, const bf16* right) {
-    int pair;
-    memcpy(&pair, left, 4);
-    __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
-    __m512bh b = (__m512bh)_mm512_loadu_si512(right);
-    return (v16f)_mm512_dpbf16_ps((__m512)acc, a, b);
-  }
-#else
-  static inline __attribute__((always_inline)) v16f multiply_add(v16f acc, const bf16* left, const bf16* right) {
-    v16u pairs;
-    memcpy(&pairs, right, sizeof pairs);
-    acc = acc + bf16_to_float(left[0]) * from_bits(pairs << 16);
-    return acc + bf16_to_float(left[1]) * from_bits(pairs & 0xffff0000u);
-  }
-#endif
+// Consecutive queries of a sequence. `shared`: how many groups of keys, from the first on, are those of the part before.
+struct Part {
+  int sequence, first_query, num_queries;
+  long shared;
 };
 
-struct Float32 {
-  typedef float element;
-  static constexpr int inner = 1;
-  static inline __attribute__((always_inline)) v16f multiply_add(v16f acc, const float* left, const float* right) {
-    return acc + left[0] * load(right);
-  }
-};
-
-struct Arguments {
-  const char* q;
-  long q_row_stride;
-  const char* k_cache;
-  const char* v_cache;
-  const int* block_tables;
-  long block_table_stride;
-  const int* query_start;
-  const int* seq_lens;
-  long num_q_heads, num_kv_heads, head_dim, padded_dim, block_size, tiles_per_block;
-  float scale;
-  char* out;
-  float* lse;
-};
-
+// Neighbouring parts that are processed together, for one head of the keys.
 struct Item {
-  int sequence, kv_head, first_query, num_queries;
+  int kv_head, first_part, num_parts;
+  long work;
 };
 
-template <typename Type>
-struct Scratch {
-  typedef typename Type::element element;
-  std::vector<element> q, probabilities, key_tiles, value_tiles;
-  std::vector<float> scores, out, maximum, total;
-  Scratch(long rows, long padded_dim)
-      : q(rows * padded_dim),
-        probabilities(kRows * kGroup),
-        key_tiles(kGroup * padded_dim),
-        value_tiles(kGroup * padded_dim),
-        scores(kRows * kGroup),
-        out(rows * padded_dim),
-        maximum(rows),
-        total(rows) {}
+// A group of keys for the rows of some parts of an item.
+struct Visit {
+  int sequence;
+  long group;
+  int first_row, end_row;
 };
 
-// Pointers to the four key and value tiles of a group. Tiles that lie whole and valid in the cache are used in place;
-// the others (odd block sizes, the end of the sequence) are gathered, with zeros past the end, since slots that nobody
-// has written may hold anything.
-template <typename Type>
-void locate_group(const Arguments& a, const int* block_table, int kv_head, long first_key, long num_keys,
-                  Scratch<Type>& scratch, const typename Type::element** keys, const typename Type::element** values) {
-  typedef typename Type::element element;
-  const long tile_elements = kTile * a.padded_dim;
-  const bool whole_tiles = a.block_size % kTile == 0;
-  constexpr int inner = Type::inner;
-  for (int t = 0; t < kGroupTiles; t++) {
-    const long start = first_key + t * kTile;
-    keys[t] = values[t] = nullptr;
-    if (start >= num_keys) continue;
-    if (whole_tiles) {
-      const long tile = (long)block_table[start / a.block_size] * a.tiles_per_block + start % a.block_size / kTile;
-      const long offset = (tile * a.num_kv_heads + kv_head) * tile_elements;
-      keys[t] = (const element*)a.k_cache + offset;
-      values[t] = (const element*)a.v_cache + offset;
-      if (start + kTile <= num_keys) continue;
-    }
-    element* key_tile = scratch.key_tiles.data() + t * tile_elements;
-    element* value_tile = scratch.value_tiles.data() + t * tile_elements;
-    memset(key_tile, 0, tile_elements * sizeof(element));
-    memset(value_tile, 0, tile_elements * sizeof(element));
-    const long end = start + kTile < num_keys ? start + kTile : num_keys;
-    for (long position = start; position < end; position++) {
-      const long in_block = position % a.block_size;
-      const long tile = (long)block_table[position / a.block_size] * a.tiles_per_block + in_block / kTile;
-      const long lane = in_block % kTile, target = position - start;
-      const element* key_source = (const element*)a.k_cache + (tile * a.num_kv_heads + kv_head) * tile_elements;
-      const element* value_source = (const element*)a.v_cache + (tile * a.num_kv_heads + kv_head) * tile_elements;
-      for (long d = 0; d < a.padded_dim / inner; d++)
-        for (int i = 0; i < inner; i++)
-          key_tile[(d * kTile + target) * inner + i] = key_source[(d * kTile + lane) * inner + i];
-      for (long d = 0; d < a.padded_dim; d++)
-        value_tile[((target / inner) * a.padded_dim + d) * inner + target % inner] =
-            value_source[((lane / inner) * a.padded_dim + d) * inner + lane % inner];
-    }
-    keys[t] = key_tile;
-    values[t] = value_tile;
-  }
+long num_queries(const Arguments& a, int sequence) { return a.query_start[sequence + 1] - a.query_start[sequence]; }
+long group_size(const Arguments& a) { return a.num_q_heads / a.num_kv_heads; }
+
+// Absolute position of a part's first query.
+long first_position(const Arguments& a, const Part& part) {
+  return a.seq_lens[part.sequence] - num_queries(a, part.sequence) + part.first_query;
 }
 
-// scores[r][key] = scale * q[r] . key, masked past each row's own position.
-template <typename Type, int Rows>
-RK_INLINE void score_rows(const Arguments& a, const typename Type::element* q, const typename Type::element** keys,
-                          const long* visible, float* scores) {
-  constexpr int inner = Type::inner;
-  static const v16i lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  v16f acc[Rows][kGroupTiles] = {};
-  long most = 0;
-  for (int r = 0; r < Rows; r++) most = visible[r] > most ? visible[r] : most;
-  const int tiles = most >= kGroup ? kGroupTiles : (int)((most + kTile - 1) / kTile);
-  if (tiles == kGroupTiles) {
-    for (long d = 0; d < a.padded_dim; d += inner)
-      for (int r = 0; r < Rows; r++)
-        for (int t = 0; t < kGroupTiles; t++)
-          acc[r][t] = Type::multiply_add(acc[r][t], q + r * a.padded_dim + d, keys[t] + d * kTile);
-  } else {
-    for (int t = 0; t < tiles; t++)
-      for (long d = 0; d < a.padded_dim; d += inner)
-        for (int r = 0; r < Rows; r++)
-          acc[r][t] = Type::multiply_add(acc[r][t], q + r * a.padded_dim + d, keys[t] + d * kTile);
-  }
-  long least = kGroup;
-  for (int r = 0; r < Rows; r++) least = visible[r] < least ? visible[r] : least;
-  if (least >= kGroup) {
-    for (int r = 0; r < Rows; r++)
-      for (int t = 0; t < kGroupTiles; t++) store(scores + r * kGroup + t * kTile, acc[r][t] * a.scale);
-    return;
-  }
-  for (int r = 0; r < Rows; r++)
-    for (int t = 0; t < kGroupTiles; t++) {
-      v16i hidden = (v16i)(lanes + t * kTile >= (int)(visible[r] > kGroup ? kGroup : visible[r]));
-      store(scores + r * kGroup + t * kTile, select(hidden, splat(kMasked), acc[r][t] * a.scale));
-    }
+// The first key that a query at `position` sees.
+long first_seen(const Arguments& a, long position) { return position + 1 > a.window ? position + 1 - a.window : 0; }
+
+long first_group(const Arguments& a, const Part& part) { return first_seen(a, first_position(a, part)) / kGroup; }
+long end_group(const Arguments& a, const Part& part) {
+  return (first_position(a, part) + part.num_queries - 1) / kGroup + 1;
 }
 
-// out[r] = out[r] * factor[r] + probabilities[r] . values, four output vectors at a time.
-template <typename Type, int Rows, int Vectors>
-RK_INLINE void accumulate_rows(const Arguments& a, const typename Type::element* probabilities,
-                               const typename Type::element** values, int tiles, long first_dim, const float* factor,
-                               float* out) {
-  constexpr int inner = Type::inner;
-  v16f acc[Rows][Vectors];
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++)
-      acc[r][v] = load(out + r * a.padded_dim + first_dim + v * kTile) * factor[r];
-  for (int t = 0; t < tiles; t++)
-    for (int k = 0; k < kTile; k += inner) {
-      const typename Type::element* row = values[t] + k * a.padded_dim + first_dim * inner;
-      for (int r = 0; r < Rows; r++)
-        for (int v = 0; v < Vectors; v++)
-          acc[r][v] = Type::multiply_add(acc[r][v], probabilities + r * kGroup + t * kTile + k, row + v * kTile * inner);
-    }
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) store(out + r * a.padded_dim + first_dim + v * kTile, acc[r][v]);
+// Groups that two sequences have in common: whole ones, from the first on, in the very same blocks.
+long shared_groups(const Arguments& a, int one, int other) {
+  const long keys = std::min(a.seq_lens[one], a.seq_lens[other]);
+  const int* left = a.block_tables + one * a.block_table_stride;
+  const int* right = a.block_tables + other * a.block_table_stride;
+  const long blocks = keys / a.block_size;
+  const long same = std::mismatch(left, left + blocks, right).first - left;
+  return same * a.block_size / kGroup;
 }
 
-template <typename Type, int Rows>
-void attend_rows(const Arguments& a, Scratch<Type>& scratch, int row, const long* visible,
-                 const typename Type::element** keys, const typename Type::element** values) {
-  typedef typename Type::element element;
-  float* scores = scratch.scores.data();
-  element* probabilities = scratch.probabilities.data();
-  float* out = scratch.out.data() + row * a.padded_dim;
-  score_rows<Type, Rows>(a, scratch.q.data() + row * a.padded_dim, keys, visible, scores);
-  float factor[kTile] = {};
-  long most = 0;
-  for (int r = 0; r < Rows; r++) {
-    most = visible[r] > most ? visible[r] : most;
-    const float* s = scores + r * kGroup;
-    const float group_maximum =
-        horizontal_max(vmax(vmax(load(s), load(s + kTile)), vmax(load(s + 2 * kTile), load(s + 3 * kTile))));
-    const float old = scratch.maximum[row + r];
-    const float maximum = group_maximum > old ? group_maximum : old;
-    factor[r] = old - maximum;
-    scratch.maximum[row + r] = maximum;
-  }
-  store(factor, vexp(load(factor)));
-  for (int r = 0; r < Rows; r++) {
-    v16f sum[kGroupTiles];
-    for (int t = 0; t < kGroupTiles; t++) {
-      element* target = probabilities + r * kGroup + t * kTile;
-      store(target, vexp(load(scores + r * kGroup + t * kTile) - scratch.maximum[row + r]));
-      sum[t] = load(target);  // what the product below really uses
-    }
-    scratch.total[row + r] = scratch.total[row + r] * factor[r] + horizontal_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  }
-  const int tiles = most >= kGroup ? kGroupTiles : (int)((most + kTile - 1) / kTile);
-  long d = 0;
-  for (; d + 4 * kTile <= a.padded_dim; d += 4 * kTile)
-    accumulate_rows<Type, Rows, 4>(a, probabilities, values, tiles, d, factor, out);
-  for (; d < a.padded_dim; d += kTile)
-    accumulate_rows<Type, Rows, 1>(a, probabilities, values, tiles, d, factor, out);
+// Whether one sequence comes before the other, in an order that puts those with the same first blocks side by side.
+bool table_before(const Arguments& a, int one, int other) {
+  const long blocks = a.seq_lens[one] / a.block_size, other_blocks = a.seq_lens[other] / a.block_size;
+  const int order = memcmp(a.block_tables + one * a.block_table_stride, a.block_tables + other * a.block_table_stride,
+                           std::min(blocks, other_blocks) * sizeof(int));
+  if (order != 0) return order < 0;
+  return blocks != other_blocks ? blocks < other_blocks : one < other;
 }
 
-template <typename Type>
-void attend_item(const Arguments& a, const Item& item, Scratch<Type>& scratch) {
-  typedef typename Type::element element;
-  const long group_size = a.num_q_heads / a.num_kv_heads;
-  const long first_token = a.query_start[item.sequence] + item.first_query;
-  const long num_keys = a.seq_lens[item.sequence];
-  const long num_queries_total = a.query_start[item.sequence + 1] - a.query_start[item.sequence];
-  const long first_position = num_keys - num_queries_total + item.first_query;
-  const int* block_table = a.block_tables + item.sequence * a.block_table_stride;
-  const int rows = (int)(item.num_queries * group_size);
-
-  for (int r = 0; r < rows; r++) {
-    const element* source = (const element*)a.q + (first_token + r / group_size) * a.q_row_stride +
-                            (item.kv_head * group_size + r % group_size) * a.head_dim;
-    element* target = scratch.q.data() + r * a.padded_dim;
-    memcpy(target, source, a.head_dim * sizeof(element));
-    memset(target + a.head_dim, 0, (a.padded_dim - a.head_dim) * sizeof(element));
-    scratch.maximum[r] = kMasked;
-    scratch.total[r] = 0.0f;
-  }
-  memset(scratch.out.data(), 0, rows * a.padded_dim * sizeof(float));
-
-  const element* keys[kGroupTiles];
-  const element* values[kGroupTiles];
-  const long last_position = first_position + item.num_queries - 1;
-  for (long first_key = 0; first_key <= last_position; first_key += kGroup) {
-    locate_group<Type>(a, block_table, item.kv_head, first_key, num_keys, scratch, keys, values);
-    for (int row = 0; row < rows; row += kRows) {
-      const int count = rows - row < kRows ? rows - row : kRows;
-      long visible[kRows];
-      bool any = false;
-      for (int r = 0; r < count; r++) {
-        visible[r] = first_position + (row + r) / group_size + 1 - first_key;
-        visible[r] = visible[r] < 0 ? 0 : visible[r];
-        any = any || visible[r] > 0;
-      }
-      if (!any) continue;
-      switch (count) {
-        case 6: attend_rows<Type, 6>(a, scratch, row, visible, keys, values); break;
-        case 5: attend_rows<Type, 5>(a, scratch, row, visible, keys, values); break;
-        case 4: attend_rows<Type, 4>(a, scratch, row, visible, keys, values); break;
-        case 3: attend_rows<Type, 3>(a, scratch, row, visible, keys, values); break;
-        case 2: attend_rows<Type, 2>(a, scratch, row, visible, keys, values); break;
-        case 1: attend_rows<Type, 1>(a, scratch, row, visible, keys, values); break;
-      }
+// The work of all sequences in parts: those with few rows, sorted so that neighbours share; then the others, in pieces.
+std::vector<Part> make_parts(const Arguments& a) {
+  const long queries_per_part = std::max(kItemRows / group_size(a), 1L);
+  std::vector<int> small;
+  std::vector<Part> parts, pieces;
+  for (int s = 0; s < a.num_seqs; s++) {
+    const long queries = num_queries(a, s);
+    if (queries > 0 && 2 * queries <= queries_per_part) {
+      small.push_back(s);
+      continue;
     }
+    for (long first = 0; first < queries; first += queries_per_part)
+      pieces.push_back({s, (int)first, (int)std::min(queries - first, queries_per_part), 0});
   }
-
-  for (int r = 0; r < rows; r++) {
-    const long token = first_token + r / group_size, head = item.kv_head * group_size + r % group_size;
-    const float inverse = 1.0f / scratch.total[r];
-    const float* source = scratch.out.data() + r * a.padded_dim;
-    element* target = (element*)a.out + (token * a.num_q_heads + head) * a.head_dim;
-    long d = 0;
-    for (; d + kTile <= a.head_dim; d += kTile) store(target + d, load(source + d) * inverse);
-    if (d < a.head_dim) store_partial(target + d, load(source + d) * inverse, a.head_dim - d);
-    if (a.lse) a.lse[token * a.num_q_heads + head] = scratch.maximum[r] + slog(scratch.total[r]);
-  }
+  std::sort(small.begin(), small.end(), [&](int one, int other) { return table_before(a, one, other); });
+  for (size_t i = 0; i < small.size(); i++)
+    parts.push_back({small[i], 0, (int)num_queries(a, small[i]), i > 0 ? shared_groups(a, small[i - 1], small[i]) : 0});
+  parts.insert(parts.end(), pieces.begin(), pieces.end());
+  return parts;
 }
 
-template <typename Type>
-void attend(const Arguments& a, long num_seqs) {
-  const long group_size = a.num_q_heads / a.num_kv_heads;
-  const int queries_per_item = (int)(kItemRows / group_size > 0 ? kItemRows / group_size : 1);
+// Parts that share groups together, up to `kItemRows` rows, but not so many that threads would have nothing to do.
+std::vector<Item> make_items(const Arguments& a, const std::vector<Part>& parts) {
+  auto rows_of = [&](const Part& part) { return part.num_queries * group_size(a); };
+  auto work_of = [&](const Part& part) { return rows_of(part) * (end_group(a, part) - first_group(a, part)); };
+  long total = 0;
+  for (const Part& part : parts) total += work_of(part) * a.num_kv_heads;
+  const long limit = total / (kItemsAThread * num_threads());
+
   std::vector<Item> items;
-  // Heads outermost: neighbouring items of one head read the blocks that their sequences share from the cache.
-  for (long h = 0; h < a.num_kv_heads; h++)
-    for (long s = 0; s < num_seqs; s++) {
-      const int queries = a.query_start[s + 1] - a.query_start[s];
-      for (int first = 0; first < queries; first += queries_per_item) {
-        const int count = queries - first < queries_per_item ? queries - first : queries_per_item;
-        items.push_back({(int)s, (int)h, first, count});
-      }
+  long rows = 0;
+  for (size_t i = 0; i < parts.size(); i++) {
+    const Part& part = parts[i];
+    const bool full = rows + rows_of(part) > kItemRows;
+    if (i == 0 || part.shared == 0 || full || (rows >= kLeastRows && items.back().work + work_of(part) > limit)) {
+      items.push_back({0, (int)i, 0, 0});
+      rows = 0;
     }
+    rows += rows_of(part);
+    items.back().num_parts++;
+    items.back().work += work_of(part);
+  }
+  // The longest first, so that the threads end at the same time.
+  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.work > y.work; });
+  // Heads outermost: neighbouring items find the keys that they share in the processor's cache.
+  const size_t count = items.size();
+  for (int h = 1; h < a.num_kv_heads; h++)
+    for (size_t i = 0; i < count; i++) items.push_back({h, items[i].first_part, items[i].num_parts, items[i].work});
+  return items;
+}
+
+template <typename Type, typename Cached>
+class Worker {
+ public:
+  Worker(const Arguments& a, const std::vector<Part>& parts, long max_rows)
+      : a_(a),
+        parts_(parts),
+        buffers_(a.padded_dim),
+        rows_(max_rows, a.padded_dim),
+        positions_(max_rows),
+        places_(max_rows) {}
+
+  void attend(const Item& item) {
+    visits_.clear();
+    first_rows_.assign(1, 0);
+    for (int p = 0; p < item.num_parts; p++) begin_part(item, parts_[item.first_part + p]);
+    plan(item, 0, item.num_parts, 0);
+    for (size_t i = 0; i < visits_.size(); i++)
+      visit(item.kv_head, visits_[i], i + 1 < visits_.size() ? &visits_[i + 1] : nullptr);
+    for (int row = 0; row < first_rows_.back(); row++) finish_row(row);
+  }
+
+ private:
+  typedef typename Type::element element;
+
+  void begin_part(const Item& item, const Part& part) {
+    const long size = group_size(a_);
+    const int first = first_rows_.back(), count = (int)(part.num_queries * size);
+    const long token = a_.query_start[part.sequence] + part.first_query;
+    for (int r = 0; r < count; r++) {
+      const int row = first + r;
+      positions_[row] = first_position(a_, part) + r / size;
+      places_[row] = (token + r / size) * a_.num_q_heads + item.kv_head * size + r % size;
+      const element* source = (const element*)a_.q + (token + r / size) * a_.q_row_stride +
+                              (item.kv_head * size + r % size) * a_.head_dim;
+      element* target = rows_.q.data() + row * a_.padded_dim;
+      memcpy(target, source, a_.head_dim * sizeof(element));
+      memset(target + a_.head_dim, 0, (a_.padded_dim - a_.head_dim) * sizeof(element));
+      rows_.maximum[row] = kNothingSeen;
+    }
+    memset(rows_.total.data() + first * kTile, 0, count * kTile * sizeof(float));
+    memset(rows_.out.data() + first * a_.padded_dim, 0, count * a_.padded_dim * sizeof(float));
+    first_rows_.push_back(first + count);
+  }
+
+  // Visits for parts `begin` to `end` of the item, which share every group before `group`: what they share further on
+  // together, and then the parts that no longer do by themselves.
+  void plan(const Item& item, int begin, int end, long group) {
+    const Part* parts = parts_.data() + item.first_part;
+    long common = end_group(a_, parts[begin]), first = first_group(a_, parts[begin]);
+    for (int p = begin + 1; p < end; p++) {
+      common = std::min(common, parts[p].shared);
+      first = std::min(first, first_group(a_, parts[p]));
+    }
+    for (long g = std::max(group, first); g < common; g++)
+      visits_.push_back({parts[begin].sequence, g, first_rows_[begin], first_rows_[end]});
+    if (end - begin == 1) return;
+    for (int p = begin, next; p < end; p = next) {
+      for (next = p + 1; next < end && parts[next].shared > common;) next++;
+      plan(item, p, next, common);
+    }
+  }
+
+  void visit(int kv_head, const Visit& now, const Visit* next) {
+    const long first_key = now.group * kGroup;
+    long seen = first_seen(a_, positions_[now.first_row]);
+    for (int row = now.first_row; row < now.end_row; row++) seen = std::min(seen, first_seen(a_, positions_[row]));
+    locate_group<Type, Cached>(a_, now.sequence, kv_head, first_key, seen, buffers_, group_);
+    if (next) announce_group<Type, Cached>(a_, next->sequence, kv_head, next->group * kGroup, group_);
+    int first = now.first_row, end = now.end_row;
+    while (first < end && span(first, first_key).end <= span(first, first_key).first) first++;
+    while (first < end && span(end - 1, first_key).end <= span(end - 1, first_key).first) end--;
+    int keys = 0;
+    for (int row = first; row < end; row++) keys = std::max(keys, span(row, first_key).end);
+    const int tiles = (keys + kTile - 1) / kTile;
+    switch (a_.padded_dim) {
+      case 64: attend_rows<64>(first_key, first, end, tiles); break;
+      case 128: attend_rows<128>(first_key, first, end, tiles); break;
+      default: attend_rows<0>(first_key, first, end, tiles);
+    }
+  }
+
+  // What the row sees of the group at `first_key`.
+  Span span(int row, long first_key) const {
+    const long position = positions_[row];
+    return {(int)std::clamp(first_seen(a_, position) - first_key, 0L, (long)kGroup),
+            (int)std::clamp(position + 1 - first_key, 0L, (long)kGroup)};
+  }
+
+  template <int Dim>
+  void attend_rows(long first_key, int first, int end, int tiles) {
+    const bool adjusted = a_.soft_cap > 0 || a_.key_scales;
+    const float scale = (a_.soft_cap > 0 ? 1.0f : a_.scale) * kLog2e;
+    multiply_rows<Type, Dim, false>(group_, rows_, first, end, a_.padded_dim, tiles);
+    for (int row = first; row < end; row++) {
+      const Span seen = span(row, first_key);
+      if (adjusted || seen.first > 0 || seen.end < kGroup)
+        adjust_scores(a_, group_, rows_.scores.data() + row * kGroup, seen);
+    }
+    raise_maxima(rows_, first, end, scale);
+    weigh_scores(group_, rows_, first, end, scale, a_.value_scales != nullptr);
+    multiply_rows<Type, Dim, true>(group_, rows_, first, end, a_.padded_dim, tiles);
+  }
+
+  void finish_row(int row) {
+    const float total = horizontal_sum(load(rows_.total.data() + row * kTile)), inverse = 1.0f / total;
+    const float* source = rows_.out.data() + row * a_.padded_dim;
+    element* target = (element*)a_.out + places_[row] * a_.head_dim;
+    long d = 0;
+    for (; d + kTile <= a_.head_dim; d += kTile) store(target + d, load(source + d) * inverse);
+    if (d < a_.head_dim) store_partial(target + d, load(source + d) * inverse, a_.head_dim - d);
+    if (a_.lse) a_.lse[places_[row]] = rows_.maximum[row] * kLn2 + slog(total);
+  }
+
+  const Arguments& a_;
+  const std::vector<Part>& parts_;
+  TileBuffers<Type, Cached> buffers_;
+  Group<Type> group_;
+  Rows<Type> rows_;
+  std::vector<long> positions_, places_;  // of each row of the item: its query's position, and token * heads + head
+  std::vector<int> first_rows_;           // of each part of the item, and the end of the last
+  std::vector<Visit> visits_;
+};
+
+template <typename Type, typename Cached>
+void attend(const Arguments& a) {
+  const std::vector<Part> parts = make_parts(a);
+  const std::vector<Item> items = make_items(a, parts);
+  const long max_rows = std::max((long)kItemRows, group_size(a));
   parallel_items((long)items.size(), 1, true, [&](Items& queue) {
-    Scratch<Type> scratch(queries_per_item * group_size, a.padded_dim);
-    for (long i, end; queue.take(&i, &end);) attend_item<Type>(a, items[i], scratch);
+    Worker<Type, Cached> worker(a, parts, max_rows);
+    for (long i, end; queue.take(&i, &end);) worker.attend(items[i]);
   });
 }
 
 }  // namespace
 
-extern "C" void rk_paged_attention(const void* q, long q_row_stride, const void* k_cache, const void* v_cache, int dtype,
+// `dtype` of q and the output, `kv_dtype` of the cache: the same, or int8 with scales [tiles, Hkv, 16]. A `window` of 0 and
+// a `soft_cap` of 0 stand for none.
+extern "C" void rk_paged_attention(const void* q, long q_row_stride, const void* k_cache, const void* v_cache,
+                                   const float* key_scales, const float* value_scales, int dtype, int kv_dtype,
                                    const int* block_tables, long block_table_stride, const int* query_start,
                                    const int* seq_lens, long num_seqs, long num_q_heads, long num_kv_heads, long head_dim,
-                                   long block_size, float scale, void* out, float* lse) {
-  Arguments a = {(const char*)q, q_row_stride, (const char*)k_cache, (const char*)v_cache, block_tables,
-                 block_table_stride, query_start, seq_lens, num_q_heads, num_kv_heads, head_dim,
-                 (head_dim + kTile - 1) / kTile * kTile, block_size, (block_size + kTile - 1) / kTile, scale, (char*)out, lse};
+                                   long block_size, float scale, long window, float soft_cap, void* out, float* lse) {
+  Arguments a = {};
+  a.q = (const char*)q;
+  a.q_row_stride = q_row_stride;
+  a.k_cache = (const char*)k_cache;
+  a.v_cache = (const char*)v_cache;
+  a.key_scales = key_scales;
+  a.value_scales = value_scales;
+  a.block_tables = block_tables;
+  a.block_table_stride = block_table_stride;
+  a.query_start = query_start;
+  a.seq_lens = seq_lens;
+  a.num_seqs = num_seqs;
+  a.num_q_heads = num_q_heads;
+  a.num_kv_heads = num_kv_heads;
+  a.head_dim = head_dim;
+  a.padded_dim = (head_dim + kTile - 1) / kTile * kTile;
+  a.block_size = block_size;
+  a.tiles_per_block = (block_size + kTile - 1) / kTile;
+  a.scale = scale;
+  a.window = window > 0 ? window : __LONG_MAX__;
+  a.soft_cap = soft_cap;
+  a.out = (char*)out;
+  a.lse = lse;
+  const bool quantised = kv_dtype == RK_INT8;
   if (dtype == RK_BFLOAT16)
-    attend<Bfloat16>(a, num_seqs);
+    quantised ? attend<Bfloat16, int8_t>(a) : attend<Bfloat16, bf16>(a);
   else
-    attend<Float32>(a, num_seqs);
+    quantised ? attend<Float32, int8_t>(a) : attend<Float32, float>(a);
 }

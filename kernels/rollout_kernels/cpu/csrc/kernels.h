@@ -16,10 +16,12 @@ void rk_rms_norm(const void* x, long x_stride, int x_dtype, const void* weight, 
 long rk_rotary(void* q, long q_row, long q_heads, void* k, long k_row, long k_heads, int dtype, long head_dim,
                const long* positions, const float* cos_sin, long max_positions, float direction, long rows);
 void rk_silu_and_mul(const void* x, long stride, int dtype, void* out, long rows, long size);
-long rk_write_kv(const void* k, long k_row, long k_head, const void* v, long v_row, long v_head, int dtype, void* k_cache,
-                 void* v_cache, const long* slots, long num_slots, long tokens, long heads, long head_dim);
-void rk_paged_attention(const void* q, long q_row_stride, const void* k_cache, const void* v_cache, int dtype,
+long rk_write_kv(const void* k, long k_row, long k_head, const void* v, long v_row, long v_head, int dtype, int kv_dtype,
+                 void* k_cache, void* v_cache, float* key_scales, float* value_scales, const long* slots, long num_slots,
+                 long tokens, long heads, long head_dim);
+void rk_paged_attention(const void* q, long q_row_stride, const void* k_cache, const void* v_cache,
+                        const float* key_scales, const float* value_scales, int dtype, int kv_dtype,
                         const int* block_tables, long block_table_stride, const int* query_start, const int* seq_lens,
                         long num_seqs, long num_q_heads, long num_kv_heads, long head_dim, long block_size, float scale,
-                        void* out, float* lse);
+                        long window, float soft_cap, void* out, float* lse);
 }

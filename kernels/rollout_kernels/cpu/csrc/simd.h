@@ -14,7 +14,7 @@ typedef uint32_t v16u __attribute__((vector_size(64)));
 typedef uint16_t v16h __attribute__((vector_size(32)));
 typedef uint16_t bf16;
 
-enum { RK_FLOAT32 = 0, RK_BFLOAT16 = 1 };
+enum { RK_FLOAT32 = 0, RK_BFLOAT16 = 1, RK_INT8 = 2 };
 
 #define RK_INLINE static inline __attribute__((always_inline))
 
