@@ -27,6 +27,15 @@ _TINY_POOL = 7 * 16 * 2 * 2 * 16 * 4
 ENGINE: dict[str, Any] = {"block_size": 8, "max_num_seqs": 12, "kv_cache_memory": "4MiB", "max_model_len": 96}
 
 
+class MovingSlab(StorageSlab):
+    """Comes back elsewhere for sure: something else has taken its place."""
+
+    def resume(self) -> None:
+        if self.resident_bytes() == 0:
+            self.in_its_place = torch.empty(self.num_bytes, dtype=torch.uint8)
+        super().resume()
+
+
 class CudaLikePlatform(CpuPlatform):
     """See the module's docstring. `budget` stands for the device's memory."""
 
@@ -44,7 +53,7 @@ class CudaLikePlatform(CpuPlatform):
         return 1 << 20
 
     def memory(self, owner: str, num_bytes: int, huge_pages: bool = True) -> StorageSlab:  # type: ignore[override]
-        return StorageSlab(owner, num_bytes, self.device)
+        return MovingSlab(owner, num_bytes, self.device)
 
 
 def prompts() -> list[list[int]]:
