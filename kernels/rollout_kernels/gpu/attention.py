@@ -279,10 +279,9 @@ def attention_blocks(head_dim: int, group: int, dtype: torch.dtype) -> Attention
         raise ValueError(f"{group} query heads share a key-value head: the Triton attention takes at most 128")
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = 64 if group <= 64 else 128
-    if dtype is torch.float32:
-        return AttentionBlocks(rows, 32, block_d, 8, 2)
-    if block_d == 256:
-        return AttentionBlocks(32 if group <= 32 else rows, 32, block_d, 8, 2)
+    few_rows = 32 if group <= 32 else rows  # where two float32 outputs of 64 rows do not fit into the registers
+    if dtype is torch.float32 or block_d == 256:
+        return AttentionBlocks(few_rows, 32, block_d, 8, 2)
     if block_d == 128 or rows == 128:
         return AttentionBlocks(rows, 32, block_d, 8, 2)
     return AttentionBlocks(rows, 64, block_d, 4, 3)

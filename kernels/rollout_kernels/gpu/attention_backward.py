@@ -187,11 +187,11 @@ def _blocks(head_dim: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype is torch.float32:
         small = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
-        return small, small
+        return small | {"num_warps": 4}, small
     if block_d <= 64:
         return (
             {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
-            {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+            {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
         )
     if block_d == 128:
         return (
