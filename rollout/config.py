@@ -25,6 +25,8 @@ class EngineConfig:
 
     `kv_cache_memory` (bytes, or text such as "4GiB") gives the KV pool outright; otherwise the pool takes what
     `gpu_memory_utilization` of the device's memory leaves after weights and the measured peak of a forward pass.
+    `kv_cache_dtype="int8"` keeps keys and values as 8-bit integers with a scale for each token and head, in about half
+    the memory of bfloat16. A trainer's forward pass does not quantise: the sampler's logprobs then differ from its own.
     `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `enforce_eager`
     runs every step through the model's Python instead of replaying recorded decode steps; results are the same.
     `num_threads` sets the threads of torch and of the kernels, for the whole process.
@@ -39,6 +41,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory: int | str | None = None
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
     gpu_memory_utilization: float = 0.5
     swap_space: int | str = 0
     enable_prefix_caching: bool = True
@@ -54,6 +57,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice(self, "device", ("auto", "cpu", "cuda"))
         _check_choice(self, "dtype", ("auto", "bfloat16", "float32"))
+        _check_choice(self, "kv_cache_dtype", ("auto", "int8"))
         _check_choice(self, "preemption_mode", ("recompute", "swap"))
         _check_choice(self, "scheduling_policy", ("fcfs", "priority"))
         _check_choice(self, "kernels", ("auto", "cpu", "reference"))

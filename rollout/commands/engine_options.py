@@ -19,6 +19,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="token budget of a step")
     group.add_argument("--block-size", type=int, metavar="TOKENS")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or text such as 4GiB")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "int8"), help="int8: quantised keys and values")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     group.add_argument(
         "--enforce-eager", action="store_const", const=True, help="run every step through Python; same results, slower"
@@ -37,6 +38,7 @@ _FIELDS = (
     "max_num_batched_tokens",
     "block_size",
     "kv_cache_memory",
+    "kv_cache_dtype",
     "gpu_memory_utilization",
     "enforce_eager",
     "enable_prefix_caching",

@@ -100,12 +100,8 @@ class Worker:
         return self.ledger.report()
 
     def _size_pool(self) -> KVPoolSize:
-        shape = self.model.shape
-        keys, values = rollout_kernels.kv_cache_shapes(
-            1, self.config.block_size, shape.num_key_value_heads, shape.head_dim, self.dtype
-        )
-        elements = torch.Size(keys).numel() + torch.Size(values).numel()
-        block_bytes = elements * self.dtype.itemsize * shape.num_hidden_layers
+        layer_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self._cache_tensors(1))
+        block_bytes = layer_bytes * self.model.shape.num_hidden_layers
         if self.config.kv_cache_memory is not None:
             budget = int(self.config.kv_cache_memory)
         else:
@@ -156,7 +152,7 @@ class Worker:
         size = self.pool
         # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
         # 2 MiB for each layer, after every sleep again.
-        padding = 128 * self.model.shape.num_hidden_layers
+        padding = 64 * len(self._cache_tensors(1)) * self.model.shape.num_hidden_layers
         slab = Slab("kv_cache", size.num_blocks * size.block_bytes + padding, huge_pages=False)
         self.ledger.register("kv_cache", slab)
         self.runner.kv_caches = self._caches(size.num_blocks, slab)
@@ -184,13 +180,21 @@ class Worker:
             slab.carve((slab.free_bytes,), torch.uint8),
         )
 
-    def _caches(self, num_blocks: int, slab: Slab | None) -> KVCaches:
-        model = self.model.shape
-        shapes = rollout_kernels.kv_cache_shapes(
-            num_blocks, self.config.block_size, model.num_key_value_heads, model.head_dim, self.dtype
+    def _cache_tensors(self, num_blocks: int) -> list[tuple[Sequence[int], torch.dtype]]:
+        """Shapes and types of the fields of one layer's `KVCache`."""
+        model, block_size = self.model.shape, self.config.block_size
+        quantised = self.config.kv_cache_dtype == "int8"
+        dtype = torch.int8 if quantised else self.dtype
+        keys, values = rollout_kernels.kv_cache_shapes(
+            num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype
         )
+        scales = rollout_kernels.kv_scale_shape(num_blocks, block_size, model.num_key_value_heads)
+        return [(keys, dtype), (values, dtype), *([(scales, torch.float32)] * 2 if quantised else [])]
 
-        def tensor(shape: Sequence[int]) -> torch.Tensor:
-            return torch.zeros(tuple(shape), dtype=self.dtype) if slab is None else slab.carve(shape, self.dtype)
+    def _caches(self, num_blocks: int, slab: Slab | None) -> KVCaches:
+        def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(tuple(shape), dtype=dtype) if slab is None else slab.carve(shape, dtype)
 
-        return [rollout_kernels.KVCache(tensor(shapes[0]), tensor(shapes[1])) for _ in range(model.num_hidden_layers)]
+        tensors = self._cache_tensors(num_blocks)
+        layers = range(self.model.shape.num_hidden_layers)
+        return [rollout_kernels.KVCache(*(tensor(shape, dtype) for shape, dtype in tensors)) for _ in layers]

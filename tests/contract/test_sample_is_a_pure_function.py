@@ -47,14 +47,15 @@ def same(a: CompletionOutput, b: CompletionOutput) -> bool:
     )
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "reference"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "reference", "int8"])
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    dtype = torch.bfloat16 if request.param == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if request.param in ("bfloat16", "int8") else torch.float32
     folder = make_tiny_llama(
         tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
     )
     kernels = "reference" if request.param == "reference" else "auto"
-    return {"model": folder, "kernels": kernels}
+    kv_cache_dtype = "int8" if request.param == "int8" else "auto"
+    return {"model": folder, "kernels": kernels, "kv_cache_dtype": kv_cache_dtype}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +94,7 @@ def test_outputs_are_bit_identical_under_every_option(
     order: list[int],
 ) -> None:
     # cases SC-01, SE-02, SE-04
-    block_bytes = 2 * 2 * 2 * 32 * 4 * (-(-block_size // 16) * 16)  # layers, k and v, kv heads, padded head_dim, bytes
-    if _is_bfloat16(setting):
-        block_bytes //= 2
+    block_bytes = _slot_bytes(setting) * (-(-block_size // 16) * 16)
     num_blocks = -(-(75 + spare_tokens) // block_size) + 1
     threads = torch.get_num_threads()
     try:
@@ -121,8 +120,13 @@ def test_outputs_are_bit_identical_under_every_option(
     assert llm.get_metrics()["kv_cache_usage"] == 0
 
 
-def _is_bfloat16(setting: dict[str, object]) -> bool:
-    return '"bfloat16"' in (Path(str(setting["model"])) / "config.json").read_text()
+def _slot_bytes(setting: dict[str, object]) -> int:
+    """Bytes of one token's place in the KV pool."""
+    bfloat16 = '"bfloat16"' in (Path(str(setting["model"])) / "config.json").read_text()
+    vector = 32 * (2 if bfloat16 else 4)  # padded head_dim
+    if setting["kv_cache_dtype"] == "int8":
+        vector = 32 + 4  # and a scale
+    return 2 * 2 * 2 * vector  # layers, k and v, kv heads
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
@@ -134,8 +138,7 @@ def test_forced_preemption_changes_nothing(
     prefix_caching: bool,
 ) -> None:
     # case SC-01
-    element = 2 if _is_bfloat16(setting) else 4
-    block_bytes = 2 * 2 * 2 * 32 * element * 16
+    block_bytes = _slot_bytes(setting) * 16
     llm = LLM(
         **setting,  # type: ignore[arg-type]
         kv_cache_memory=22 * block_bytes,
