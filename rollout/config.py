@@ -25,6 +25,7 @@ class EngineConfig:
 
     `kv_cache_memory` (bytes, or text such as "4GiB") gives the KV pool outright; otherwise the pool takes what
     `gpu_memory_utilization` of the device's memory leaves after weights and the measured peak of a forward pass.
+    `device` "auto" is CUDA where there is a device. `kernels` "auto" are the C++ kernels on a CPU and Triton's on CUDA.
     `kv_cache_dtype="int8"` keeps keys and values as 8-bit integers with a scale for each token and head, in about half
     the memory of bfloat16. A trainer's forward pass does not quantise: the sampler's logprobs then differ from its own.
     `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `enforce_eager`
@@ -47,7 +48,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     enforce_eager: bool = False
     num_threads: int | None = None
     seed: int = 0
@@ -60,7 +61,7 @@ class EngineConfig:
         _check_choice(self, "kv_cache_dtype", ("auto", "int8"))
         _check_choice(self, "preemption_mode", ("recompute", "swap"))
         _check_choice(self, "scheduling_policy", ("fcfs", "priority"))
-        _check_choice(self, "kernels", ("auto", "cpu", "reference"))
+        _check_choice(self, "kernels", ("auto", "cpu", "triton", "reference"))
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_positive(self, field)
         for field in ("max_model_len", "num_threads"):

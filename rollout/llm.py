@@ -46,8 +46,6 @@ class LLM:
     def __init__(self, model: str | Path, *, show_progress: bool | None = None, **config: Any) -> None:
         folder = resolve_model(str(model))
         self.config = EngineConfig(model=str(model), **config)
-        if self.config.device == "cuda":
-            raise ValueError("device='cuda' is not supported yet: this version runs on 'cpu'")
         with _progress("Loading weights", None, "tensor", show_progress) as bar:
             self.engine = EngineCore(self.config, folder, on_tensor=lambda _: _advance(bar))
         self._folder = folder

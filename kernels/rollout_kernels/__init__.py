@@ -7,7 +7,14 @@
 """
 
 from rollout_kernels.cpu.build import BuildError
-from rollout_kernels.dispatch import backend_info, can_record, checkpoint_contexts, set_backend, use_backend
+from rollout_kernels.dispatch import (
+    backend_info,
+    backend_on,
+    can_record,
+    checkpoint_contexts,
+    set_backend,
+    use_backend,
+)
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
@@ -50,6 +57,7 @@ __all__ = [
     "SampleArguments",
     "SampleResult",
     "backend_info",
+    "backend_on",
     "can_record",
     "checkpoint_contexts",
     "copy_blocks",

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from rollout_kernels.errors import draw_error, logprob_error
 from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache, KVLayout, tile_shapes
 from rollout_kernels.results import SampleArguments
 
@@ -213,8 +214,57 @@ def sample(logits: torch.Tensor, arguments: SampleArguments) -> None:
         start, ids = arguments.banned
         vector("banned", start, draws + 1, torch.int32)
         vector("banned", ids, ids.shape[0], torch.int32)
-        if int(start[-1]) > ids.shape[0]:
+        # To look at a value on a device is to wait for it, which a decode step must not: the kernels there mask.
+        if start.is_cpu and int(start[-1]) > ids.shape[0]:
             raise ValueError(f"banned offsets end at {int(start[-1])}, but there are {ids.shape[0]} ids")
+
+
+def draw_values(arguments: SampleArguments, num_rows: int, vocab_size: int) -> None:
+    """The values of `sample`'s arguments on the host: what the Triton kernels cannot report from the device.
+
+    Raises `ValueError` naming the first draw that has a value out of range, and the argument. Call it before the
+    arguments are moved to the device.
+    """
+    temperature, top_p, min_p = arguments.temperature, arguments.top_p, arguments.min_p
+    draws = temperature.shape[0]
+    rows = torch.arange(draws) if arguments.row_index is None else arguments.row_index
+    good = [
+        (temperature >= 0) & (temperature < torch.inf),
+        arguments.top_k >= -1,
+        (top_p > 0) & (top_p <= 1),
+        (min_p >= 0) & (min_p <= 1),
+        (rows >= 0) & (rows < num_rows),
+        _banned_values(arguments, draws, vocab_size),
+    ]
+    bad = ~torch.stack(good, 1)
+    if bad.any():
+        draw = int(bad.any(1).int().argmax())
+        raise draw_error(arguments, draw, int(bad[draw].int().argmax()) + 1)
+
+
+def _banned_values(arguments: SampleArguments, draws: int, vocab_size: int) -> torch.Tensor:
+    """Whether each draw's offsets ascend and its banned ids are in the vocabulary, bool [R]."""
+    if arguments.banned is None:
+        return torch.ones(draws, dtype=torch.bool)
+    start, ids = (part.long() for part in arguments.banned)
+    first, end = start[:-1], start[1:]
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), ((ids < 0) | (ids >= vocab_size)).long().cumsum(0)])
+    last = ids.shape[0]
+    return (first >= 0) & (end >= first) & (before[end.clamp(0, last)] == before[first.clamp(0, last)])
+
+
+def logprob_values(vocab_size: int, token_ids: torch.Tensor, temperature: float | torch.Tensor) -> None:
+    """The values of `token_logprobs`' arguments that lie on the host. Raises `ValueError` naming row and argument."""
+    rows = token_ids.shape[0]
+    if not token_ids.is_cpu:
+        if rows and not isinstance(temperature, torch.Tensor) and not 0.0 < temperature < torch.inf:
+            raise logprob_error(token_ids, temperature, 0, 2, vocab_size)
+        return
+    heat = temperature if isinstance(temperature, torch.Tensor) else torch.full((rows,), temperature)
+    bad = torch.stack([(token_ids < 0) | (token_ids >= vocab_size), ~((heat > 0) & (heat < torch.inf))], 1)
+    if bad.any():
+        row = int(bad.any(1).int().argmax())
+        raise logprob_error(token_ids, temperature, row, 2 if bad[row, 1] else 1, vocab_size)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor) -> None:

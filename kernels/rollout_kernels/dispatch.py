@@ -1,16 +1,19 @@
 """Chooses who computes: a table from device and setting to a backend, loaded on first use.
 
-A backend is an object with one function for each operation, all with the same arguments: `cpu.ops.CpuKernels` or the
-module `reference`. float64 is always computed by the reference, which is then an oracle in double precision.
+A backend is an object with one function for each operation, all with the same arguments: `cpu.ops.CpuKernels`, or the
+module `gpu.ops` (Triton) or `reference`. float64 is always computed by the reference, which is then an oracle in double
+precision. On CPU tensors Triton's kernels run in its interpreter, where `TRITON_INTERPRET=1` asks for that.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -18,16 +21,18 @@ import torch
 from rollout_kernels import reference
 from rollout_kernels.cpu.build import BuildError, build, find_compiler, openmp_runtimes
 
-Backend = Any  # CpuKernels, or the module `reference`
+Backend = Any  # CpuKernels, or the module `gpu.ops` or `reference`
 
-SETTINGS = ("auto", "cpu", "reference")
+SETTINGS = ("auto", "cpu", "triton", "reference")
 
 # (device type, setting) -> backends to try in order
 _TABLE = {
     ("cpu", "auto"): ("cpu", "reference"),
     ("cpu", "cpu"): ("cpu",),
+    ("cpu", "triton"): ("triton",),
     ("cpu", "reference"): ("reference",),
-    ("cuda", "auto"): ("reference",),
+    ("cuda", "auto"): ("triton", "reference"),
+    ("cuda", "triton"): ("triton",),
     ("cuda", "reference"): ("reference",),
 }
 
@@ -44,6 +49,22 @@ def _cpu_kernels() -> Backend:
     return CpuKernels()
 
 
+def _triton_kernels(device_type: str) -> Backend:
+    """Raises `BuildError` without triton, `ValueError` for CPU tensors where the kernels are not interpreted."""
+    if importlib.util.find_spec("triton") is None:
+        raise BuildError("triton is not installed, which the GPU kernels are written in: pip install 'rollout-rl[gpu]'")
+    from rollout_kernels.gpu.interpreter import is_interpreted
+
+    if device_type == "cpu" and not is_interpreted():
+        raise ValueError(
+            "backend 'triton' computes on CUDA tensors; on CPU tensors it runs only in Triton's interpreter: set "
+            "TRITON_INTERPRET=1 before Python starts"
+        )
+    from rollout_kernels.gpu import ops
+
+    return ops
+
+
 @functools.cache
 def _warn_of_fallback(reason: str) -> None:
     warnings.warn(f"rollout_kernels computes with the slow reference kernels: {reason}", RuntimeWarning, stacklevel=2)
@@ -52,18 +73,20 @@ def _warn_of_fallback(reason: str) -> None:
 def _choose(device_type: str, setting: str) -> Backend:
     names = _TABLE.get((device_type, setting))
     if names is None:
-        known = ", ".join(sorted({device for device, _ in _TABLE}))
-        raise ValueError(f"no kernels for device {device_type!r} with backend {setting!r}: known devices are {known}")
+        known = ", ".join(f"{device} with {setting}" for device, setting in sorted(_TABLE))
+        raise ValueError(f"no kernels for device {device_type!r} with backend {setting!r}; there are: {known}")
     for name in names[:-1]:
         try:
-            return _load(name)
+            return _load(name, device_type)
         except BuildError as error:
             _warn_of_fallback(str(error))
-    return _load(names[-1])
+    return _load(names[-1], device_type)
 
 
-def _load(name: str) -> Backend:
-    return _cpu_kernels() if name == "cpu" else reference
+def _load(name: str, device_type: str) -> Backend:
+    if name == "cpu":
+        return _cpu_kernels()
+    return _triton_kernels(device_type) if name == "triton" else reference
 
 
 @torch.compiler.assume_constant_result
@@ -85,7 +108,19 @@ def backend_for(tensor: torch.Tensor, setting: str | None = None) -> Backend:
     override = _override.get()
     if setting is None and override is not None and not isinstance(override, str):
         return override
-    key = ("cpu" if tensor.is_cpu else tensor.device.type, setting or override or _setting)
+    return _backend("cpu" if tensor.is_cpu else tensor.device.type, setting or override or _setting)
+
+
+def backend_on(device: torch.device) -> Backend:
+    """The backend for the model's tensors on this device: what `backend_for` says of them."""
+    override = _override.get()
+    if override is not None and not isinstance(override, str):
+        return override
+    return _backend(device.type, override or _setting)
+
+
+def _backend(device_type: str, setting: str) -> Backend:
+    key = (device_type, setting)
     backend = _chosen.get(key)
     if backend is None:
         backend = _chosen[key] = _choose(*key)
@@ -103,7 +138,7 @@ def _check_setting(name: str) -> None:
 
 
 def set_backend(name: str) -> None:
-    """Sets the backend of the whole process: "cpu", "reference" or "auto". Raises `ValueError` for other names."""
+    """Sets the backend of the whole process, one of `SETTINGS`. Raises `ValueError` for other names."""
     global _setting
     _check_setting(name)
     _setting = name
@@ -141,7 +176,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def backend_info() -> dict[str, str | list[str]]:
-    """What `rollout doctor` shows: the setting, the backend for CPU tensors, compiler, library, OpenMP runtimes."""
+    """What `rollout doctor` shows: the setting, the backend for CPU tensors, compiler, library, OpenMP, Triton."""
     override = _override.get()
     setting = override if isinstance(override, str) else _setting
     info: dict[str, str | list[str]] = {"setting": setting, "openmp": openmp_runtimes()}
@@ -150,5 +185,7 @@ def backend_info() -> dict[str, str | list[str]]:
         info |= {"compiler": compiler.version, "compiler_path": compiler.path, "library": str(build())}
     except BuildError as error:
         info["problem"] = str(error)
-    info["cpu"] = "reference" if setting == "reference" or (setting == "auto" and "problem" in info) else "cpu"
+    fallback = setting == "auto" and "problem" in info
+    info["cpu"] = "reference" if fallback else "cpu" if setting == "auto" else setting
+    info["triton"] = metadata.version("triton") if importlib.util.find_spec("triton") else "not installed"
     return info

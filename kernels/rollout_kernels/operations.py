@@ -269,7 +269,8 @@ def copy_blocks_between(
             if not all(0 <= block < limit for block, limit in zip(pair, limits, strict=True)):
                 raise ValueError(f"pairs has {pair}: the pools have {limits[0]} and {limits[1]} blocks")
     if sources and pairs:
-        backend_for(sources[0]).copy_blocks(sources, destinations, list(pairs), tiles_per_block)
+        on_device = destinations[0] if sources[0].is_cpu else sources[0]  # the host's kernels cannot reach a GPU's pool
+        backend_for(on_device).copy_blocks(sources, destinations, list(pairs), tiles_per_block)
 
 
 def sample(

@@ -12,7 +12,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer, if it is not in the model's folder")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
-    group.add_argument("--kernels", choices=("auto", "cpu", "reference"), help="which kernels to run on a CPU")
+    group.add_argument("--kernels", choices=("auto", "cpu", "triton", "reference"), help="which kernels to run")
     group.add_argument("--num-threads", type=int, metavar="N")
     group.add_argument("--max-model-len", type=int, metavar="TOKENS")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in flight at most")

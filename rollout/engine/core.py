@@ -233,12 +233,14 @@ class EngineCore:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory into use again: all of it, or what `tags` names. Nothing is loaded or reloaded.
 
-        Pages come back from the operating system when they are written. Raises `ValueError` for an unknown tag.
+        On a CPU pages come back from the operating system when they are written; on CUDA memory is allocated here.
+        Raises `ValueError` for an unknown tag, `torch.OutOfMemoryError` where the device's memory is taken.
         """
         tags = list(TAGS if tags is None else tags)
         unknown = [tag for tag in tags if tag not in TAGS]
         if unknown:
             raise ValueError(f"tags={tags!r} is not valid: they must be among {', '.join(map(repr, TAGS))}")
+        self._worker.wake_up(tags)
         self._asleep.difference_update(tags)
 
     def pause(self, in_flight: str, timeout: float | None) -> None:
@@ -250,6 +252,7 @@ class EngineCore:
             self._paused = True
 
     def wake_weights(self) -> None:
+        self._worker.wake_up(["weights"])
         self._asleep.discard("weights")
 
     def parameters(self) -> Mapping[str, torch.Tensor]:

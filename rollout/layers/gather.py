@@ -21,8 +21,12 @@ class _TakeRows(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         grad = grads[0]
-        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        if grad.is_cpu:
+            total.index_add_(0, index, grad.float())
+        else:  # on CUDA `index_add_` adds in any order, this in the order of `index`
+            total.index_put_((index,), grad.float(), accumulate=True)
+        return total.to(grad.dtype), None
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

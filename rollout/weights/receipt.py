@@ -89,7 +89,7 @@ def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def fingerprint_of(tensor: torch.Tensor) -> int:
     """64-bit fingerprint of a tensor's bytes in logical order, whatever its strides and device."""
-    return fingerprint(tensor.detach().cpu())
+    return fingerprint(tensor.detach())
 
 
 def combine(tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int]) -> str:

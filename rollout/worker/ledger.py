@@ -1,11 +1,11 @@
-"""Who holds which bytes, and what each gave back, checked against the operating system."""
+"""Who holds which bytes, and what each gave back, checked against the operating system or the device's driver."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -18,6 +18,8 @@ class Holder(Protocol):
     def resident_bytes(self) -> int: ...
 
     def release(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ class CountedHolder:
         if self.free is not None:
             self.free()
 
+    def resume(self) -> None:
+        """What was freed is made again where it is needed."""
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
@@ -46,11 +51,13 @@ class LedgerEntry:
     owner: str
     reserved: int
     resident: int
+    on_host: bool = False  # memory of the host, held by an engine that runs on another device
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """All owners, and the resident memory of the whole process, in bytes."""
+    """All owners, and the memory in use on the engine's device: on a CPU the resident memory of the whole process, on
+    CUDA what the driver says is taken (by other processes too), in bytes."""
 
     entries: tuple[LedgerEntry, ...]
     process_resident: int
@@ -63,12 +70,12 @@ class LedgerReport:
 
     @property
     def accounted(self) -> int:
-        """Resident bytes that have an owner."""
-        return sum(entry.resident for entry in self.entries)
+        """Bytes in use on the engine's device that have an owner."""
+        return sum(entry.resident for entry in self.entries if not entry.on_host)
 
     @property
     def unaccounted(self) -> int:
-        """Resident bytes of the process that are not the engine's: the interpreter, libraries, the user's own."""
+        """Bytes in use that are not the engine's: the interpreter, libraries, caches, the user's own."""
         return self.process_resident - self.accounted
 
     def __str__(self) -> str:
@@ -81,11 +88,12 @@ class LedgerReport:
 
 @dataclass(frozen=True, slots=True)
 class SleepReport:
-    """What each owner gave back, and what the operating system says about it, in bytes."""
+    """What each owner gave back, and what the operating system or the driver says about it, in bytes."""
 
-    released: dict[str, int]
+    released: dict[str, int]  # what lay on the engine's device
     resident_before: int
     resident_after: int
+    released_on_host: dict[str, int] = field(default_factory=dict)  # by an engine that runs on another device
 
     @property
     def total_released(self) -> int:
@@ -93,7 +101,7 @@ class SleepReport:
 
     @property
     def difference(self) -> int:
-        """The drop that the operating system saw, less what the owners say they gave back."""
+        """The drop that the operating system or the driver saw, less what the owners say they gave back."""
         return self.resident_before - self.resident_after - self.total_released
 
     def __str__(self) -> str:
@@ -108,41 +116,68 @@ class SleepReport:
 class MemoryLedger:
     """The engine's owners of memory (`weights`, `kv_cache`, `swap`, `workspaces`, `buffers`, ...)."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: Callable[[], int] | None = None, trim: Callable[[], None] | None = None) -> None:
+        """`used` counts the bytes in use on the device, `trim` returns those held unused; by default this process's."""
         self._holders: dict[str, list[Holder]] = {}
+        self._on_host: set[str] = set()
+        self._used = used or process_resident_bytes
+        self._trim = trim or trim_heap
 
     @property
     def owners(self) -> tuple[str, ...]:
         return tuple(self._holders)
 
     def register(
-        self, owner: str, holder: Holder | Callable[[], int], release: Callable[[], None] | None = None
+        self,
+        owner: str,
+        holder: Holder | Callable[[], int],
+        release: Callable[[], None] | None = None,
+        on_host: bool = False,
     ) -> None:
-        """Adds a slab, or a function that counts bytes (with the function that gives them back), to an owner."""
+        """Adds memory, or a function that counts bytes (with the function that gives them back), to an owner."""
         if callable(holder):
             holder = CountedHolder(holder, release)
         elif release is not None:
             raise ValueError(f"release is for a counting function; {owner!r} was given {type(holder).__name__}")
         self._holders.setdefault(owner, []).append(holder)
+        if on_host:
+            self._on_host.add(owner)
 
     def report(self) -> LedgerReport:
         """What every owner holds now."""
         entries = tuple(
-            LedgerEntry(owner, sum(h.num_bytes for h in holders), sum(h.resident_bytes() for h in holders))
+            LedgerEntry(
+                owner,
+                sum(h.num_bytes for h in holders),
+                sum(h.resident_bytes() for h in holders),
+                owner in self._on_host,
+            )
             for owner, holders in self._holders.items()
         )
-        return LedgerReport(entries, process_resident_bytes())
+        return LedgerReport(entries, self._used())
 
     def release(self, owners: Iterable[str]) -> SleepReport:
-        """Gives the owners' memory back to the operating system. `ValueError` for an owner that is not registered."""
+        """Gives the owners' memory back. `ValueError` for an owner that is not registered."""
+        owners = self._known(owners)
+        before = self._used()
+        released = {owner: sum(map(_release, self._holders[owner])) for owner in owners}
+        self._trim()
+        on_host = {owner: count for owner, count in released.items() if owner in self._on_host}
+        on_device = {owner: count for owner, count in released.items() if owner not in self._on_host}
+        return SleepReport(on_device, before, self._used(), on_host)
+
+    def resume(self, owners: Iterable[str]) -> None:
+        """Takes the owners' memory into use again. `ValueError` for an owner that is not registered."""
+        for owner in self._known(owners):
+            for holder in self._holders[owner]:
+                holder.resume()
+
+    def _known(self, owners: Iterable[str]) -> list[str]:
         owners = list(dict.fromkeys(owners))
         unknown = [owner for owner in owners if owner not in self._holders]
         if unknown:
             raise ValueError(f"unknown owners {unknown}; registered: {', '.join(self._holders)}")
-        before = process_resident_bytes()
-        released = {owner: sum(map(_release, self._holders[owner])) for owner in owners}
-        trim_heap()
-        return SleepReport(released, before, process_resident_bytes())
+        return owners
 
 
 def _release(holder: Holder) -> int:

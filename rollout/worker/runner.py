@@ -13,6 +13,8 @@ from rollout.models.causal_lm import CausalLM
 from rollout.sampling.sampler import sample_rows
 from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
 from rollout.worker.decode_program import DecodePrograms
+from rollout.worker.graphs import DecodeGraphs
+from rollout.worker.inputs import DirectInputs, StepInputs, fetch
 from rollout_kernels.cpu.times import KernelTimes
 
 _SCORE_ROWS = 256  # rows of logits held at once while scoring: 256 x 49,152 float32 are 50 MB
@@ -28,6 +30,8 @@ class Runner:
     block_size: int = 16
     times: KernelTimes | None = None  # where set, the kernels' times are added up
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
+    decode_graphs: DecodeGraphs | None = None  # the same for Triton's kernels; at most one of the two
+    inputs: StepInputs = field(default_factory=DirectInputs)
 
     @property
     def tiles_per_block(self) -> int:
@@ -52,11 +56,15 @@ class Runner:
     def _replay(self, plan: SchedulePlan) -> torch.Tensor | None:
         """Logits of every sequence of a plan that a recorded decode step can compute, otherwise None."""
         count = len(plan.sequences)
-        if self.decode_programs is None or len(plan.draws) != count or plan.num_scheduled_tokens != count:
+        if len(plan.draws) != count or plan.num_scheduled_tokens != count:
             return None
         if any(sequence.target_token_ids for sequence in plan.sequences):
             return None
-        return self.decode_programs.run(plan.sequences, self.times)
+        if self.decode_graphs is not None:
+            return self.decode_graphs.run(plan.sequences)
+        if self.decode_programs is not None:
+            return self.decode_programs.run(plan.sequences, self.times)
+        return None
 
     def _move_blocks(self, plan: SchedulePlan) -> None:
         if plan.swap_out:
@@ -83,35 +91,29 @@ class Runner:
         blocks = block_tables[owner, positions // self.block_size].astype(np.int64)
         slot_mapping = blocks * slots_per_block + positions % self.block_size
 
-        paged = PagedContext(
-            kv_caches=self.kv_caches,
-            block_tables=torch.from_numpy(block_tables),
-            seq_lens=torch.from_numpy((starts + counts).astype(np.int32)),
-            slot_mapping=torch.from_numpy(slot_mapping),
-            block_size=self.block_size,
+        seq_lens = (starts + counts).astype(np.int32)
+        ids, places, slots, tables, keys, first = self.inputs.send(
+            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start]
         )
-        batch = ForwardBatch(query_start=torch.from_numpy(query_start), paged=paged)
-        return self.model(torch.from_numpy(input_ids), torch.from_numpy(positions), batch)
+        paged = PagedContext(self.kv_caches, tables, keys, slots, self.block_size)
+        return self.model(ids, places, ForwardBatch(query_start=first, paged=paged))
 
     def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray) -> StepResult:
         if not plan.draws:
             return _empty_result()
         drawn = sorted({draw.sequence_index for draw in plan.draws})
         row_of = {sequence_index: row for row, sequence_index in enumerate(drawn)}
-        last_tokens = torch.from_numpy(ends[drawn] - 1)
+        (last_tokens,) = self.inputs.send([ends[drawn] - 1])
         logits = self.model.compute_logits(hidden[last_tokens])  # float32 [R, vocab]
         return self._sample(plan, logits, [row_of[draw.sequence_index] for draw in plan.draws])
 
     def _sample(self, plan: SchedulePlan, logits: torch.Tensor, rows: list[int]) -> StepResult:
         """One token for each draw of the plan, from row `rows[i]` of the logits."""
-        sampled = sample_rows(logits, plan.draws, rows)
-        return StepResult(
-            token_ids=sampled.token_ids.numpy(),
-            raw_logprobs=sampled.raw_logprobs.numpy(),
-            sampled_logprobs=sampled.sampled_logprobs.numpy(),
-            kept_mass=sampled.kept_mass.numpy(),
-            entropy=sampled.entropy.numpy(),
+        sampled = sample_rows(logits, plan.draws, rows, self.inputs)
+        token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
+            [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
+        return StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
 
     def _score(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, result: StepResult) -> None:
         for index, sequence in enumerate(plan.sequences):
@@ -121,9 +123,9 @@ class Runner:
             first = int(ends[index]) - len(sequence.token_ids)
             scores = np.empty(len(targets), np.float32)
             for start in range(0, len(targets), _SCORE_ROWS):
-                ids = torch.tensor(targets[start : start + _SCORE_ROWS])
+                (ids,) = self.inputs.send([np.array(targets[start : start + _SCORE_ROWS], np.int64)])
                 logits = self.model.compute_logits(hidden[first + start : first + start + len(ids)])
-                scores[start : start + len(ids)] = rollout_kernels.token_logprobs(logits, ids).numpy()
+                scores[start : start + len(ids)] = rollout_kernels.token_logprobs(logits, ids).cpu().numpy()
             result.prompt_logprobs[sequence.request_id] = scores
 
 

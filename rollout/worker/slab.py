@@ -31,6 +31,8 @@ class Slab:
     can be read exactly. Linux only: elsewhere the constructor raises `OSError`.
     """
 
+    keeps_addresses = True
+
     def __init__(self, owner: str, num_bytes: int, huge_pages: bool = True) -> None:
         if sys.platform != "linux":
             raise OSError(f"Slab needs Linux (MADV_DONTNEED gives zeroed pages back); this is {sys.platform}")
@@ -74,6 +76,9 @@ class Slab:
     def release(self) -> None:
         """Gives every page back to the operating system. Tensors stay valid, at the same addresses, and read zeros."""
         self._mapping.madvise(mmap.MADV_DONTNEED, self._start, self.num_bytes)
+
+    def resume(self) -> None:
+        """Nothing to do: the operating system gives each page back when it is written."""
 
     def resident_bytes(self) -> int:
         """Bytes of physical memory that the slab holds now, as `/proc/self/smaps` counts them."""

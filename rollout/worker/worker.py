@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 import rollout_kernels
 from rollout.config import EngineConfig
-from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult
+from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
 from rollout.models.loader import (
     build_model,
     load_weights,
@@ -19,53 +18,54 @@ from rollout.models.loader import (
     read_config,
     resolve_dtype,
 )
-from rollout.platform import cpu
-from rollout.sampling_params import SamplingParams
+from rollout.platform.platform import Memory, platform_for
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import DecodePrograms
-from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, trim_heap
+from rollout.worker.graphs import DecodeGraphs
+from rollout.worker.inputs import DirectInputs, StagedInputs
+from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport
 from rollout.worker.runner import Runner
-from rollout.worker.slab import Slab
+from rollout.worker.sizing import KVPoolSize, full_step, kv_budget, short_step
 
 _SLEEPERS = {
     "weights": ("weights",),
     "kv_cache": ("kv_cache", "swap", "workspace"),
 }  # wake-up tag -> owners in the ledger
-_PROFILE_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class KVPoolSize:
-    """Blocks of the device's pool and of the host's swap pool, and the bytes of one block over all layers."""
-
-    num_blocks: int
-    num_host_blocks: int
-    block_bytes: int
 
 
 class Worker:
-    """Everything on one device. The model's parameters and the KV pool lie in slabs whose pages can be given back."""
+    """Everything on one device. The model's parameters and the KV pool lie in memory that can be given back."""
 
     def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.config = config
-        self.device = torch.device("cpu")
+        self.platform = platform_for(config.device)
+        self.device = self.platform.device
+        with rollout_kernels.use_backend(config.kernels):
+            kernels = rollout_kernels.backend_on(self.device)
+        self._kv_layout, self._runs_triton = kernels.kv_layout, kernels.name == "triton"
         self.folder = folder
         model_config = read_config(folder)
         self.dtype = resolve_dtype(config.dtype, model_config)
         self.model = build_model(model_config, self.dtype)
-        self.ledger = MemoryLedger()
+        self.ledger = MemoryLedger(self.platform.used_memory, self.platform.trim)
 
-        self._weights = Slab("weights", num_parameter_bytes(self.model))
+        self._weights = self.platform.memory("weights", num_parameter_bytes(self.model))
         materialize(self.model, self._weights.carve, self.device)
         self.ledger.register("weights", self._weights)
         self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in self.model.buffers()))
         self.reload_weights(on_tensor)
-        self.runner = Runner(self.model, [], [], config.block_size)
+        inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
+        self.ledger.register("inputs", lambda: inputs.num_bytes)
+        self.runner = Runner(self.model, [], [], config.block_size, inputs=inputs)
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type != "cpu"
 
     def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
         """Reads the checkpoint again, into the tensors that are there."""
@@ -90,11 +90,24 @@ class Worker:
             return self.runner.execute(plan)
 
     def sleep(self, level: int, keep_weights: bool) -> SleepReport:
-        """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them."""
+        """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them.
+
+        Captured decode steps go as well where tensors do not come back to their addresses.
+        """
         owners = list(_SLEEPERS["kv_cache"])
         if level == 2 and not keep_weights:
             owners += _SLEEPERS["weights"]
+        if not self._weights.keeps_addresses:
+            owners.append("graphs")
         return self.ledger.release([owner for owner in owners if owner in self.ledger.owners])
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Takes memory into use again, by its wake-up tags; it holds zeros. Nothing changes where it is awake.
+
+        Raises `torch.OutOfMemoryError` where the device does not have it any more: free some, and wake up again.
+        """
+        owners = [owner for tag in tags for owner in _SLEEPERS[tag]]
+        self.ledger.resume([owner for owner in owners if owner in self.ledger.owners])
 
     def memory_ledger(self) -> LedgerReport:
         return self.ledger.report()
@@ -105,9 +118,16 @@ class Worker:
         if self.config.kv_cache_memory is not None:
             budget = int(self.config.kv_cache_memory)
         else:
-            total = cpu.total_memory()
-            peak = self._measure_peak()
-            budget = int(total * self.config.gpu_memory_utilization) - self._weights.num_bytes - peak
+            total = self.platform.total_memory()
+            peak = self._measure_full_step() if self.platform.max_profile_tokens is None else self._measure_peak()
+            self.platform.trim()
+            budget = kv_budget(
+                total,
+                self.config.gpu_memory_utilization,
+                self._weights.num_bytes,
+                peak,
+                self.platform.free_memory(),
+            )
             if budget < block_bytes:
                 raise ValueError(
                     f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
@@ -123,61 +143,95 @@ class Worker:
             )
         return KVPoolSize(num_blocks, num_host_blocks, block_bytes)
 
+    @property
+    def _longest(self) -> int:
+        """Tokens of a sequence at most."""
+        return self.config.max_model_len or self.model.shape.max_position_embeddings
+
     def _measure_peak(self) -> int:
         """Bytes that a step of `max_num_batched_tokens` needs for activations, from a shorter one that really runs."""
-        tokens = min(_PROFILE_TOKENS, self.config.max_num_batched_tokens, self.model.shape.max_position_embeddings)
-        num_blocks = -(-tokens // self.config.block_size)
-        self.runner.kv_caches = self._caches(num_blocks, None)
-        rows = min(self.config.max_num_seqs, tokens)
-        plan = SchedulePlan(
-            sequences=[ScheduledSequence("profile", 0, [0] * tokens, list(range(num_blocks)))],
-            draws=[Draw("profile", 0, SamplingParams(), 0, index, tokens) for index in range(rows)],
-            num_scheduled_tokens=tokens,
-        )
-        self.execute(plan)  # first run: threads, caches, code pages
-        trim_heap()
-        try:
-            cpu.reset_peak_memory()
-        except OSError as error:
-            raise ValueError(f"the memory of a step cannot be measured here ({error}): give kv_cache_memory") from error
-        before = cpu.peak_memory()
-        self.execute(plan)
-        measured = max(0, cpu.peak_memory() - before)
+        most = self.platform.max_profile_tokens
+        assert most is not None
+        tokens = min(most, self.config.max_num_batched_tokens, self.model.shape.max_position_embeddings)
+        self.runner.kv_caches = self._caches(-(-tokens // self.config.block_size), None)
+        plan = short_step(tokens, min(self.config.max_num_seqs, tokens), self.config.block_size)
+        measured = self.platform.measure_peak(lambda: self.execute(plan))
         self.runner.kv_caches = []
         per_token = measured / tokens
         logits = 4 * self.config.max_num_seqs * self.model.shape.vocab_size
         return int(per_token * self.config.max_num_batched_tokens) + logits
+
+    def _measure_full_step(self) -> int:
+        """Bytes that the largest step needs, from running it, and those of the captured decode steps."""
+        plan, num_blocks = full_step(
+            self.config.max_num_batched_tokens, self.config.max_num_seqs, self._longest, self.config.block_size
+        )
+        self.runner.kv_caches = self._caches(num_blocks, None)
+        peak = self.platform.measure_peak(lambda: self.execute(plan))
+        graphs = self._measure_graphs() if self._runs_triton and not self.config.enforce_eager else 0
+        self.runner.kv_caches = []
+        return peak + graphs
+
+    def _measure_graphs(self) -> int:
+        """Bytes of the whole ladder of captured steps: its two largest are captured, and all but the first taken to be
+        as large as the second, since they share its memory pool. `self.runner.kv_caches` must be there."""
+        graphs = self._decode_graphs()
+        sizes: list[int] = []
+        for size in graphs.ladder[:-3:-1]:
+            sequences = [ScheduledSequence("profile", 0, [0], [0])] * size
+            with torch.inference_mode(), rollout_kernels.use_backend(self.config.kernels):
+                graphs.run(sequences)
+            sizes.append(graphs.num_bytes)
+        graphs.release()
+        more = sizes[1] - sizes[0] if len(sizes) > 1 else 0
+        return sizes[0] + more * (len(graphs.ladder) - 1)
+
+    def _decode_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            self.model,
+            self.runner.kv_caches,
+            self.config.block_size,
+            self.config.max_num_seqs,
+            -(-self._longest // self.config.block_size),
+            self.runner.inputs,
+            self.platform.step_capture(),
+            self.device,
+        )
 
     def _allocate_pool(self) -> None:
         size = self.pool
         # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
         # 2 MiB for each layer, after every sleep again.
         padding = 64 * len(self._cache_tensors(1)) * self.model.shape.num_hidden_layers
-        slab = Slab("kv_cache", size.num_blocks * size.block_bytes + padding, huge_pages=False)
+        slab = self.platform.memory("kv_cache", size.num_blocks * size.block_bytes + padding, huge_pages=False)
         self.ledger.register("kv_cache", slab)
         self.runner.kv_caches = self._caches(size.num_blocks, slab)
         if size.num_host_blocks:
-            host = Slab("swap", size.num_host_blocks * size.block_bytes + padding, huge_pages=False)
-            self.ledger.register("swap", host)
+            host = self.platform.host_memory("swap", size.num_host_blocks * size.block_bytes + padding)
+            self.ledger.register("swap", host, on_host=self._on_gpu)
             self.runner.host_caches = self._caches(size.num_host_blocks, host)
 
     def _prepare_decode_programs(self) -> None:
-        """Lets decode steps be recorded."""
+        """Lets decode steps be recorded, or captured."""
         if self.config.enforce_eager:
             return
-        shape = self.model.shape
-        longest = self.config.max_model_len or shape.max_position_embeddings
-        logits = 4 * self.config.max_num_seqs * shape.vocab_size
+        if self._runs_triton:
+            self.runner.decode_graphs = graphs = self._decode_graphs()
+            self.ledger.register("graphs", lambda: graphs.num_bytes, graphs.release)
+            return
+        if self._on_gpu:  # the reference waits for the device everywhere: its steps cannot be captured
+            return
+        logits = 4 * self.config.max_num_seqs * self.model.shape.vocab_size
         # No page is held before it is written, so the generous part costs nothing where it is not needed.
-        slab = Slab("workspace", 2 * logits + (256 << 20), huge_pages=False)
+        slab = self.platform.memory("workspace", 2 * logits + (256 << 20), huge_pages=False)
         self.ledger.register("workspace", slab)
         self.runner.decode_programs = DecodePrograms(
             self.model,
             self.runner.kv_caches,
             self.config.block_size,
             self.config.max_num_seqs,
-            -(-longest // self.config.block_size),
-            slab.carve((slab.free_bytes,), torch.uint8),
+            -(-self._longest // self.config.block_size),
+            slab.carve((slab.num_bytes,), torch.uint8),
         )
 
     def _cache_tensors(self, num_blocks: int) -> list[tuple[Sequence[int], torch.dtype]]:
@@ -186,14 +240,16 @@ class Worker:
         quantised = self.config.kv_cache_dtype == "int8"
         dtype = torch.int8 if quantised else self.dtype
         keys, values = rollout_kernels.kv_cache_shapes(
-            num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype
+            *(num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype), self._kv_layout
         )
         scales = rollout_kernels.kv_scale_shape(num_blocks, block_size, model.num_key_value_heads)
         return [(keys, dtype), (values, dtype), *([(scales, torch.float32)] * 2 if quantised else [])]
 
-    def _caches(self, num_blocks: int, slab: Slab | None) -> KVCaches:
+    def _caches(self, num_blocks: int, slab: Memory | None) -> KVCaches:
         def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(tuple(shape), dtype=dtype) if slab is None else slab.carve(shape, dtype)
+            if slab is not None:
+                return slab.carve(shape, dtype)
+            return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
         tensors = self._cache_tensors(num_blocks)
         layers = range(self.model.shape.num_hidden_layers)

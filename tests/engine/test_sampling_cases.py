@@ -13,6 +13,7 @@ import torch
 from rollout import LLM, SamplingParams
 from rollout.core.schedule import Draw
 from rollout.sampling.sampler import sample_rows
+from rollout.worker.inputs import StepInputs
 from rollout_kernels import SampleResult
 from tests.support.tiny import make_tiny_llama
 
@@ -80,7 +81,7 @@ def test_logits_that_are_not_numbers_end_their_own_request_in_error(
 
     num_calls = 0
 
-    def poisoned(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> SampleResult:
+    def poisoned(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs) -> SampleResult:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 4:
@@ -89,7 +90,7 @@ def test_logits_that_are_not_numbers_end_their_own_request_in_error(
                 row.fill_(math.nan if poison == "all nan" else -math.inf)
             else:
                 row[77] = poison
-        return sample_rows(logits, draws, rows)
+        return sample_rows(logits, draws, rows, inputs)
 
     with monkeypatch.context() as patch:
         patch.setattr("rollout.worker.runner.sample_rows", poisoned)
@@ -121,7 +122,7 @@ def test_an_error_of_a_forward_pass_is_raised_and_loses_no_tokens(
     for _ in range(4):
         llm.step()
 
-    def broken(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> SampleResult:
+    def broken(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs) -> SampleResult:
         raise MemoryError("injected")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="injected"):

@@ -35,10 +35,11 @@ def test_float64_is_always_the_reference() -> None:
 
 
 def test_unknown_settings_and_devices_are_named() -> None:
-    with pytest.raises(ValueError, match="backend='gpu' is not valid: it must be one of 'auto', 'cpu', 'reference'"):
+    with pytest.raises(ValueError, match=r"backend='gpu' is not valid: .* one of 'auto', 'cpu', 'triton', 'reference'"):
         rk.set_backend("gpu")
     with pytest.raises(
-        ValueError, match="no kernels for device 'meta' with backend 'auto': known devices are cpu, cuda"
+        ValueError,
+        match=r"no kernels for device 'meta' with backend 'auto'; there are: cpu with auto, .*, cuda with triton",
     ):
         rk.linear(torch.empty(1, 2, device="meta"), torch.empty(3, 2, device="meta"))
 
@@ -101,3 +102,16 @@ except rk.BuildError as error:
     assert lines[0] == "1 RuntimeWarning reference"
     assert "no GNU C++ compiler (g++) on the path: install g++, or set ROLLOUT_CXX" in lines[1]
     assert "no GNU C++ compiler" in lines[2]
+
+
+def test_triton_on_cpu_tensors_needs_the_interpreter() -> None:
+    code = """
+import torch, rollout_kernels as rk
+rk.set_backend("triton")
+try:
+    rk.silu_and_mul(torch.ones(1, 2))
+except ValueError as error:
+    print(error)
+"""
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    assert "set TRITON_INTERPRET=1 before Python starts" in run_python(code, **environment)

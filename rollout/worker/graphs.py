@@ -1,0 +1,166 @@
+"""Decode steps on a device as graphs: captured once for each of a ladder of batch sizes, and then replayed.
+
+A step in which every sequence computes one token makes the same kernel calls for the same number of rows. It is padded
+to the next size of the ladder: a padded row has slot -1, which no kernel writes, and no keys to attend to. Inputs lie
+in buffers that never move. Rows know nothing of each other (contract 1), so padding changes no bit of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollout.core.schedule import ScheduledSequence
+from rollout.models.causal_lm import CausalLM
+from rollout.platform.platform import CapturedStep, StepCapture
+from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
+from rollout.worker.inputs import StepInputs, packed_offsets
+
+_STRIDES = ((8, 1), (64, 8), (256, 16))  # up to so many rows, the sizes of the ladder are so far apart; then 32
+_COLUMNS = 32  # block tables are sent in widths of multiples of this
+
+
+def decode_ladder(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture, ascending; the last is `max_num_seqs` itself. At most 7, 15 and then 31 rows are padding.
+
+    >>> decode_ladder(20)
+    (1, 2, 3, 4, 5, 6, 7, 8, 16, 20)
+    """
+    sizes: list[int] = []
+    size = 0
+    while size < max_num_seqs:
+        size += next((stride for limit, stride in _STRIDES if size < limit), 32)
+        sizes.append(min(size, max_num_seqs))
+    return tuple(sizes)
+
+
+def padded_size(ladder: Sequence[int], count: int) -> int | None:
+    """The first size of the ladder that holds `count` rows; None where there is none."""
+    return next((size for size in ladder if size >= count), None)
+
+
+class StaticInputs:
+    """The inputs of a decode step of up to N rows, at addresses that never change."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        self._rows = max_num_seqs
+        pieces = (8, 8, 8, 4)  # bytes a row: input id, position, slot, number of keys
+        starts, end = packed_offsets([size * max_num_seqs for size in pieces])
+        self._packed = torch.zeros(end, dtype=torch.uint8, device=device)
+        dtypes = (torch.int64, torch.int64, torch.int64, torch.int32)
+        self.input_ids, self.positions, self.slot_mapping, self.seq_lens = (
+            self._packed[start : start + size * max_num_seqs].view(dtype)
+            for start, size, dtype in zip(starts, pieces, dtypes, strict=True)
+        )
+        self._starts, self._pieces = starts, pieces
+        self.query_start = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self._host = np.zeros(end, np.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.nbytes + self.query_start.nbytes + self.block_tables.nbytes
+
+    def fill(self, sequences: Sequence[ScheduledSequence], block_size: int, inputs: StepInputs) -> None:
+        """Row i takes the one scheduled token of sequence i, the rows after the last sequence become padding."""
+        count = len(sequences)
+        input_ids, positions, slot_mapping, seq_lens = self._host_rows()
+        input_ids[:count] = [sequence.token_ids[0] for sequence in sequences]
+        positions[:count] = [sequence.start for sequence in sequences]
+        seq_lens[:count] = positions[:count] + 1
+        tables = self._tables(sequences)
+        slots_per_block = -(-block_size // 16) * 16
+        blocks = tables[np.arange(count), positions[:count] // block_size].astype(np.int64)
+        slot_mapping[:count] = blocks * slots_per_block + positions[:count] % block_size
+        input_ids[count:], positions[count:], slot_mapping[count:], seq_lens[count:] = 0, 0, -1, 0
+        packed, sent_tables = inputs.send([self._host, tables])
+        self._packed.copy_(packed)
+        # What stands further right, and in the rows of padding, belongs to earlier steps: nobody has so many keys now.
+        self.block_tables[:count, : tables.shape[1]].copy_(sent_tables)
+
+    def _host_rows(self) -> list[np.ndarray]:
+        dtypes = (np.int64, np.int64, np.int64, np.int32)
+        return [
+            self._host[start : start + size * self._rows].view(dtype)
+            for start, size, dtype in zip(self._starts, self._pieces, dtypes, strict=True)
+        ]
+
+    def _tables(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray:
+        """int32 [S, width]: the block tables as far as some sequence has blocks, rounded up."""
+        width = max(len(sequence.block_ids) for sequence in sequences)
+        width = min(-(-width // _COLUMNS) * _COLUMNS, self.block_tables.shape[1])
+        tables = np.zeros((len(sequences), width), np.int32)
+        for row, sequence in zip(tables, sequences, strict=True):
+            row[: len(sequence.block_ids)] = sequence.block_ids
+        return tables
+
+
+class DecodeGraphs:
+    """Captured decode steps of one model over one KV pool. A size is captured when it is first needed."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_caches: KVCaches,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        inputs: StepInputs,
+        capture: StepCapture,
+        device: torch.device,
+    ) -> None:
+        self.ladder = decode_ladder(max_num_seqs)
+        self._model = model
+        self._kv_caches = kv_caches
+        self._block_size = block_size
+        self._inputs = inputs
+        self._capture = capture
+        self._static = StaticInputs(max_num_seqs, max_blocks, device)
+        self._captured: dict[int, CapturedStep] = {}
+        self._hooks = [
+            hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the captured steps and of their inputs."""
+        return self._capture.num_bytes + self._static.num_bytes
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        return sorted(self._captured)
+
+    def run(self, sequences: Sequence[ScheduledSequence]) -> torch.Tensor | None:
+        """Logits float32 [S, vocab] of S sequences with one scheduled token each, overwritten by the next call.
+
+        None, and nothing was computed, for more sequences than the ladder holds, and where hooks watch the modules.
+        """
+        size = padded_size(self.ladder, len(sequences))
+        if size is None or any(self._hooks):
+            return None
+        self._static.fill(sequences, self._block_size, self._inputs)
+        captured = self._captured.get(size)
+        if captured is None:
+            captured = self._captured[size] = self._capture.capture(lambda: self._step(size))
+        captured.replay()
+        return captured.output[: len(sequences)]
+
+    def release(self) -> None:
+        """Forgets every captured step: the tensors that they read have moved, or their memory is wanted."""
+        self._captured.clear()
+        self._capture.reset()
+
+    def _step(self, size: int) -> torch.Tensor:
+        static = self._static
+        paged = PagedContext(
+            kv_caches=self._kv_caches,
+            block_tables=static.block_tables[:size],
+            seq_lens=static.seq_lens[:size],
+            slot_mapping=static.slot_mapping[:size],
+            block_size=self._block_size,
+        )
+        batch = ForwardBatch(query_start=static.query_start[: size + 1], paged=paged)
+        hidden = self._model(static.input_ids[:size], static.positions[:size], batch)
+        return self._model.compute_logits(hidden)

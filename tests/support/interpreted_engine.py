@@ -1,0 +1,186 @@
+"""The engine with Triton's kernels in the interpreter, run as a program: what it finds is printed as one JSON object.
+
+A process of its own, since Triton decides when it is imported whether kernels are interpreted. `CudaLikePlatform` gives
+the CPU everything of a CUDA device that can be had there: storages that shrink in sleep and come back elsewhere, a pool
+sized from a full step and from captured ladders, host memory for swapping apart from the device's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rollout.worker.worker
+from rollout import LLM, SamplingParams
+from rollout.outputs import RequestOutput
+from rollout.platform.cpu import CpuPlatform
+from rollout.worker.device_slab import StorageSlab
+from rollout.worker.graphs import DecodeGraphs
+
+# Bytes of 7 blocks (of 8 tokens, in tiles of 16): 2 layers, keys and values, 2 heads of 16 float32 values.
+_TINY_POOL = 7 * 16 * 2 * 2 * 2 * 16 * 4
+ENGINE: dict[str, Any] = {"block_size": 8, "max_num_seqs": 12, "kv_cache_memory": "4MiB", "max_model_len": 96}
+
+
+class CudaLikePlatform(CpuPlatform):
+    """See the module's docstring. `budget` stands for the device's memory."""
+
+    max_profile_tokens = None  # type: ignore[assignment]
+    budget = 64 << 20
+
+    def total_memory(self) -> int:
+        return self.budget
+
+    def free_memory(self) -> int:  # type: ignore[override]
+        return 2 * self.budget
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        work()
+        return 1 << 20
+
+    def memory(self, owner: str, num_bytes: int, huge_pages: bool = True) -> StorageSlab:  # type: ignore[override]
+        return StorageSlab(owner, num_bytes, self.device)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    lengths = (1, 8, 9, 21, 3)
+    return [torch.randint(3, 131, (length,), generator=generator).tolist() for length in lengths]
+
+
+def sampling() -> list[SamplingParams]:
+    variants: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "n": 4},
+        {"temperature": 0.7, "top_k": 12},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.0, "min_tokens": 4},
+    ]
+    return [
+        SamplingParams(max_tokens=4, seed=index, ignore_eos="min_tokens" not in variant, **variant)
+        for index, variant in enumerate(variants)
+    ]
+
+
+def plain(outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+    """Everything of the outputs that contract 1 speaks of; floats as exact texts."""
+    return [
+        {
+            "token_ids": list(sample.token_ids),
+            "raw": [float(value).hex() for value in sample.raw_logprobs],
+            "sampled": [float(value).hex() for value in sample.sampled_logprobs],
+            "kept": [float(value).hex() for value in sample.kept_mass],
+            "entropy": [float(value).hex() for value in sample.entropy],
+        }
+        for output in outputs
+        for sample in output.outputs
+    ]
+
+
+def generated(folder: Path, **options: Any) -> list[dict[str, Any]]:
+    llm = LLM(folder, **(ENGINE | options))
+    return plain(llm.generate(prompts(), sampling(), use_tqdm=False))
+
+
+def graphs_of(llm: LLM) -> DecodeGraphs:
+    graphs = llm.engine.executor.worker.runner.decode_graphs
+    assert graphs is not None
+    return graphs
+
+
+def tokens_and_bits(folder: Path) -> dict[str, Any]:
+    """The reference's outputs, and Triton's by every way that must give the same bits."""
+    alone = LLM(folder, kernels="triton", **ENGINE)
+    return {
+        "reference": generated(folder, kernels="reference"),
+        "triton": generated(folder, kernels="triton"),
+        "eager, small chunks, large blocks": generated(
+            folder, kernels="triton", enforce_eager=True, max_num_batched_tokens=13, block_size=32
+        ),
+        "one at a time": [
+            sample
+            for prompt, params in zip(prompts(), sampling(), strict=True)
+            for sample in plain(alone.generate([prompt], params, use_tqdm=False))
+        ],
+        "captured": graphs_of(alone).captured_sizes,
+    }
+
+
+def preempted(folder: Path) -> dict[str, Any]:
+    """A pool that is too small for all: requests are swapped to the host, or computed again."""
+    found: dict[str, Any] = {}
+    for mode, options in (("swap", {"swap_space": "4MiB"}), ("recompute", {})):
+        llm = LLM(
+            folder,
+            **(ENGINE | {"kv_cache_memory": _TINY_POOL}),
+            kernels="triton",
+            preemption_mode=mode,
+            **options,
+        )
+        params = [SamplingParams(max_tokens=12, seed=index, ignore_eos=True) for index in range(3)]
+        samples = plain(llm.generate(prompts()[1:4], params, use_tqdm=False))
+        found[mode] = {"samples": samples, "preemptions": llm.engine.scheduler.stats().num_preemptions}
+    return found
+
+
+def life(folder: Path) -> dict[str, Any]:
+    """An engine on a device whose tensors move in sleep: ledger, sleep, wake, update, verify, score."""
+    original, rollout.worker.worker.platform_for = rollout.worker.worker.platform_for, lambda _: CudaLikePlatform()
+    try:
+        llm = LLM(folder, kernels="triton", **(ENGINE | {"kv_cache_memory": None, "max_num_batched_tokens": 48}))
+    finally:
+        rollout.worker.worker.platform_for = original
+    params = [SamplingParams(max_tokens=3, seed=index, ignore_eos=True) for index in range(2)]
+
+    def run() -> list[dict[str, Any]]:
+        return plain(llm.generate(prompts()[1:3], params, use_tqdm=False))
+
+    parameters = llm.engine.parameters()
+    addresses = [tensor.data_ptr() for tensor in parameters.values()]
+    found: dict[str, Any] = {"first": run(), "captured": graphs_of(llm).captured_sizes}
+    ledger = llm.memory_ledger()
+    found["ledger"] = {entry.owner: entry.resident for entry in ledger.entries}
+    found["asleep at 1"] = llm.sleep(1).released
+    found["captured asleep"] = graphs_of(llm).captured_sizes
+    llm.wake_up()
+    found["after level 1"] = run()
+    found["asleep at 2"] = llm.sleep(2).released
+    found["resident asleep"] = {entry.owner: entry.resident for entry in llm.memory_ledger().entries}
+    llm.wake_up()
+    found["receipt"] = llm.reload_weights().parameters_fingerprint
+    found["moved"] = addresses != [tensor.data_ptr() for tensor in llm.engine.parameters().values()]
+    found["after level 2"] = run()
+    shared = llm.shared_model()
+    with torch.no_grad():
+        for parameter in shared.parameters():
+            parameter.mul_(1.25)
+    with llm.policy_update() as update:
+        update.load(shared.named_parameters())
+    llm.verify()
+    found["shared"] = {"bytes_copied": update.receipt.bytes_copied, "version": llm.policy_version}
+    found["after update"] = run()
+    found["kept at 2"] = llm.sleep(2).released
+    llm.wake_up()
+    found["scores"] = [output.logprobs.tolist() for output in llm.score(prompts()[2:4], use_tqdm=False)]
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    reference = LLM(folder, kernels="reference", **ENGINE)
+    found = {
+        "bits": tokens_and_bits(folder),
+        "preempted": preempted(folder),
+        "life": life(folder),
+        "receipt": reference.receipt.parameters_fingerprint if reference.receipt else None,
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

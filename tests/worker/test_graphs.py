@@ -1,0 +1,162 @@
+"""Decode steps of a ladder of sizes: padding, buffers that never move, captures that are made once and forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rollout.core.schedule import ScheduledSequence
+from rollout.models.causal_lm import CausalLM, ModelShape
+from rollout.platform.cpu import DirectStep, ImmediateCopies
+from rollout.worker.batch import ForwardBatch
+from rollout.worker.graphs import DecodeGraphs, StaticInputs, decode_ladder, padded_size
+from rollout.worker.inputs import StagedInputs
+
+CPU = torch.device("cpu")
+BLOCK = 4  # tokens in a block; its tile has 16 slots
+
+
+class EchoModel(CausalLM):
+    """Its logits are the inputs themselves, row by row, so that a test sees what the kernels would read."""
+
+    shape = ModelShape(8, 1, 1, 16, 4096)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched = nn.Identity()
+        self.batch_sizes: list[int] = []
+
+    @classmethod
+    def from_pretrained_config(cls, config: object, dtype: torch.dtype) -> EchoModel:
+        return cls()
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        raise AssertionError("not used")
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        paged = batch.paged
+        assert paged is not None and paged.block_size == BLOCK
+        self.batch_sizes.append(len(input_ids))
+        assert batch.query_start.tolist() == list(range(len(input_ids) + 1))
+        last_block = paged.block_tables.gather(1, (positions // BLOCK)[:, None])[:, 0]
+        columns = [input_ids, positions, paged.seq_lens, paged.slot_mapping, last_block]
+        return torch.stack([column.float() for column in columns], dim=1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class CountingCapture:
+    """Direct execution that counts captures, as CUDA graphs would be made."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_captures = 0
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> DirectStep:
+        self.num_captures += 1
+        self.num_bytes += 1000
+        return DirectStep(step)
+
+    def reset(self) -> None:
+        self.num_bytes = 0
+
+
+def sequences_of(count: int, longest: int = 60) -> list[ScheduledSequence]:
+    made = []
+    for index in range(count):
+        start = random.randrange(longest)
+        blocks = [random.randrange(50) for _ in range(start // BLOCK + 1)]
+        made.append(ScheduledSequence(f"r{index}", start, [random.randrange(1000)], blocks))
+    return made
+
+
+def expected_rows(sequences: list[ScheduledSequence]) -> list[list[float]]:
+    return [
+        [s.token_ids[0], s.start, s.start + 1, s.block_ids[-1] * 16 + s.start % BLOCK, s.block_ids[-1]]
+        for s in sequences
+    ]
+
+
+def graphs_for(model: EchoModel, max_num_seqs: int, capture: CountingCapture) -> DecodeGraphs:
+    inputs = StagedInputs(ImmediateCopies(), capacity=64)
+    return DecodeGraphs(model, [], BLOCK, max_num_seqs, 16, inputs, capture, CPU)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 20, 64, 65, 256, 1000])
+def test_the_ladder_ends_at_the_largest_batch_and_pads_little(most: int) -> None:
+    ladder = decode_ladder(most)
+    assert ladder[0] == 1 and ladder[-1] == most and list(ladder) == sorted(set(ladder))
+    for count in range(1, most + 1):
+        size = padded_size(ladder, count)
+        assert size is not None and 0 <= size - count < (
+            1 if count <= 8 else 8 if count <= 64 else 16 if count <= 256 else 32
+        )
+    assert padded_size(ladder, most + 1) is None
+
+
+def test_ladders_are_short() -> None:
+    assert decode_ladder(20) == (1, 2, 3, 4, 5, 6, 7, 8, 16, 20)
+    assert len(decode_ladder(256)) == 27
+
+
+def test_every_row_reads_its_own_inputs_whatever_the_batch_before_held() -> None:
+    model, capture = EchoModel(), CountingCapture()
+    graphs = graphs_for(model, 20, capture)
+    for count in (3, 20, 1, 9, 12, 20, 2):
+        sequences = sequences_of(count)
+        logits = graphs.run(sequences)
+        assert logits is not None and logits.tolist() == expected_rows(sequences)
+    assert graphs.captured_sizes == [1, 2, 3, 16, 20] and capture.num_captures == 5
+
+
+def test_padded_rows_have_no_slot_and_no_keys() -> None:
+    model, capture = EchoModel(), CountingCapture()
+    graphs = graphs_for(model, 20, capture)
+    graphs.run(sequences_of(20))
+    graphs.run(sequences_of(16))
+    graphs.run(sequences_of(9))
+    assert model.batch_sizes[-1] == 16
+    rows = graphs._captured[16].output[9:].tolist()
+    assert [row[:4] for row in rows] == [[0, 0, 0, -1]] * 7
+
+
+def test_inputs_never_move_between_replays() -> None:
+    static = StaticInputs(20, 16, CPU)
+    inputs = StagedInputs(ImmediateCopies())
+    tensors = (static.input_ids, static.positions, static.slot_mapping, static.seq_lens, static.block_tables)
+    before = [tensor.data_ptr() for tensor in tensors]
+    for count in (20, 3):
+        static.fill(sequences_of(count), BLOCK, inputs)
+    assert [tensor.data_ptr() for tensor in tensors] == before
+    assert all(pointer % 16 == 0 for pointer in before)
+    assert static.num_bytes == sum(tensor.nbytes for tensor in tensors) + static.query_start.nbytes
+
+
+def test_a_release_forgets_captures_and_their_memory_and_the_next_step_captures_again() -> None:
+    model, capture = EchoModel(), CountingCapture()
+    graphs = graphs_for(model, 8, capture)
+    idle = graphs.num_bytes
+    graphs.run(sequences_of(4))
+    graphs.run(sequences_of(5))
+    assert graphs.num_bytes == idle + 2000
+    graphs.release()
+    assert graphs.num_bytes == idle and graphs.captured_sizes == []
+    sequences = sequences_of(4)
+    logits = graphs.run(sequences)
+    assert logits is not None and logits.tolist() == expected_rows(sequences) and capture.num_captures == 3
+
+
+def test_more_sequences_than_the_ladder_holds_and_watched_modules_are_left_to_the_model() -> None:
+    model = EchoModel()
+    graphs = graphs_for(model, 4, CountingCapture())
+    assert graphs.run(sequences_of(5)) is None
+    handle = model.watched.register_forward_hook(lambda *_: None)
+    assert graphs.run(sequences_of(2)) is None and model.batch_sizes == []
+    handle.remove()
+    assert graphs.run(sequences_of(2)) is not None
