@@ -6,55 +6,7 @@ import torch
 
 import rollout_kernels as rk
 from tests.support.kernels import BACKENDS, assert_same_bits, draw_arguments, num_threads, randn
-
-FILTERS = [
-    {},
-    {"top_k": 5},
-    {"top_p": 0.6},
-    {"min_p": 0.05},
-    {"top_k": 20, "top_p": 0.9},
-    {"top_k": 20, "min_p": 0.1},
-    {"top_p": 0.95, "min_p": 0.02},
-    {"top_k": 40, "top_p": 0.97, "min_p": 0.005},
-]
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x - x.max()
-    return x - np.log(np.exp(x).sum())
-
-
-def simple_kept(
-    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> np.ndarray:
-    """Which ids the filters keep, bool [V]: one loop over a sorted list of pairs."""
-    probabilities = np.exp(log_softmax(logits.astype(np.float64) / temperature))
-    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if 0 < top_k < len(ranked):
-        ranked = [i for i in ranked if logits[i] >= logits[ranked[top_k - 1]]]
-    total, before, kept = probabilities[ranked].sum(), 0.0, np.zeros(len(logits), dtype=bool)
-    for i in ranked:
-        kept[i] = (top_p == 1.0 or before < np.float32(top_p) * total) and (
-            probabilities[i] >= np.float32(min_p) * probabilities.max()
-        )
-        before += probabilities[i]
-    return kept
-
-
-def check_against_simple(logits: torch.Tensor, result: rk.SampleResult, temperature: float, filters: dict) -> None:
-    """All draws are from row 0 of `logits`."""
-    row = logits[0].numpy()
-    kept = simple_kept(row, temperature, **filters)
-    raw, tempered = log_softmax(row.astype(np.float64)), log_softmax(row.astype(np.float64) / temperature)
-    mass = np.exp(tempered[kept]).sum()
-    tokens = result.token_ids.numpy()
-    assert (result.status == rk.STATUS_OK).all()
-    assert kept[tokens].all()
-    np.testing.assert_allclose(result.kept_mass.numpy(), mass, rtol=3e-6)
-    np.testing.assert_allclose(result.raw_logprobs.numpy(), raw[tokens], rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(result.sampled_logprobs.numpy(), tempered[tokens] - np.log(mass), rtol=2e-6, atol=4e-6)
-    entropy = -(np.exp(tempered) * tempered).sum()
-    np.testing.assert_allclose(result.entropy.numpy(), entropy, rtol=5e-6, atol=1e-6)
+from tests.support.sampling import FILTERS, banned_ids, check_against_simple
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -234,11 +186,6 @@ def test_rows_that_are_not_numbers_draw_nothing_and_leave_neighbours_alone(backe
     assert result.sampled_logprobs[bad].isnan().all()
     for name in rk.SampleResult.__slots__:
         assert_same_bits(getattr(result, name)[good], getattr(expected, name)[good])
-
-
-def banned_ids(*ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    offsets = torch.tensor([0, *(len(part) for part in ids)]).cumsum(0).int()
-    return offsets, torch.tensor([i for part in ids for i in part], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,5 +1,9 @@
 """Log-probabilities of given tokens and their gradient: chunk by chunk of a row, then one small program a row."""
 
+# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -157,7 +161,7 @@ def _chunk_statistics(
     _chunk_kernel[(rows * chunks,)](
         *(logits, logits.stride(0), temperatures, maxima, totals, weighted, logits.shape[1], chunks),
         CHUNK=CHUNK,
-        num_warps=_CHUNK_WARPS,  # type: ignore[call-arg]
+        num_warps=_CHUNK_WARPS,
     )
     return maxima, totals, weighted
 
@@ -179,7 +183,7 @@ def token_logprobs(
             *(logits, logits.stride(0), token_ids, temperatures, maxima, totals, weighted),
             *(logprobs, entropy, logits.shape[1], chunks),
             CHUNKS=triton.next_power_of_2(chunks),
-            num_warps=_ROW_WARPS,  # type: ignore[call-arg]
+            num_warps=_ROW_WARPS,
         )
     return logprobs, entropy
 
@@ -203,7 +207,7 @@ def token_logprobs_backward(
             *(vocab_size, chunks),
             CHUNKS=triton.next_power_of_2(chunks),
             CHUNK=CHUNK,
-            num_warps=_BACKWARD_WARPS,  # type: ignore[call-arg]
+            num_warps=_BACKWARD_WARPS,
         )
     return out
 

@@ -1,5 +1,9 @@
 """The noise of sampling on the device: the bits of `reference/noise.py`, and the race that they decide."""
 
+# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -60,11 +64,12 @@ def race_scores(weights, key, ids):
     return weights / exponential(noise_of_ids(key, ids))
 
 
-@triton.jit(do_not_specialize=["seed", "sample_index", "position"])
-def _noise_bits_kernel(seed, sample_index, position, token_ids, bits, count, BLOCK: tl.constexpr):
+@triton.jit
+def _noise_bits_kernel(numbers, token_ids, bits, count, BLOCK: tl.constexpr):
+    """`numbers` is int64 [3]: seed, sample index, position."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    key = noise_key(seed.to(tl.int64), sample_index.to(tl.int64), position.to(tl.int64))
+    key = noise_key(tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2))
     ids = tl.load(token_ids + offsets, mask=mask, other=0).to(tl.int32)
     tl.store(bits + offsets, noise_of_ids(key, ids).to(tl.int64), mask=mask)
 
@@ -73,24 +78,25 @@ def noise_bits(seed: int, sample_index: int, position: int, token_ids: torch.Ten
     """The 32 noise bits (int64) of each token id (int64, contiguous) in the draw that the three numbers name."""
     bits, count = torch.empty_like(token_ids), token_ids.numel()
     if count:
+        numbers = torch.tensor([seed, sample_index, position], dtype=torch.int64, device=token_ids.device)
         _noise_bits_kernel[(triton.cdiv(count, _BLOCK),)](
-            *(seed, sample_index, position, token_ids, bits, count),
+            *(numbers, token_ids, bits, count),
             BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,  # type: ignore[call-arg]
+            num_warps=_NUM_WARPS,
         )
     return bits
 
 
 def ahead_of_time_cases() -> list[KernelCase]:
-    numbers = {"seed": "i64", "sample_index": "i64", "position": "i64"}
+    pointers = {"numbers": "*i64", "token_ids": "*i64", "bits": "*i64"}
     return [
         KernelCase(
             name="noise_bits",
             kernel=_noise_bits_kernel,
-            signature=numbers | {"token_ids": "*i64", "bits": "*i64", "count": "i32", "BLOCK": "constexpr"},
+            signature=pointers | {"count": "i32", "BLOCK": "constexpr"},
             constants={"BLOCK": _BLOCK},
             num_warps=_NUM_WARPS,
             num_stages=3,
-            divisible_by_16=("token_ids", "bits"),
+            divisible_by_16=tuple(pointers),
         )
     ]
