@@ -8,6 +8,7 @@
 
 from rollout_kernels.cpu.build import BuildError
 from rollout_kernels.dispatch import backend_info, can_record, checkpoint_contexts, set_backend, use_backend
+from rollout_kernels.int8 import Int8Weight, int8_weight_shapes
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
@@ -17,12 +18,14 @@ from rollout_kernels.operations import (
     kv_cache_shapes,
     kv_scale_shape,
     linear,
+    linear_int8,
     linear_rotary,
     linear_silu_and_mul,
     linear_token_logprobs,
     merged_linear,
     noise_bits,
     paged_attention,
+    quantize_weight,
     rms_norm,
     rotary_embedding,
     sample,
@@ -45,6 +48,7 @@ __all__ = [
     "STATUS_NOT_NUMBERS",
     "STATUS_OK",
     "BuildError",
+    "Int8Weight",
     "KVCache",
     "KVLayout",
     "SampleArguments",
@@ -56,15 +60,18 @@ __all__ = [
     "copy_blocks_between",
     "embedding",
     "fingerprint",
+    "int8_weight_shapes",
     "kv_cache_shapes",
     "kv_scale_shape",
     "linear",
+    "linear_int8",
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
     "merged_linear",
     "noise_bits",
     "paged_attention",
+    "quantize_weight",
     "rms_norm",
     "rotary_embedding",
     "sample",
