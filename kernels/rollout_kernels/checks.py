@@ -163,6 +163,36 @@ def rotary_table(positions: torch.Tensor, cos_sin: torch.Tensor, num_tokens: int
         fail_shape("cos_sin", cos_sin, "[max_pos, D] with D even, and contiguous")
 
 
+def _adapters(name: str, adapters: torch.Tensor, adapter_ids: torch.Tensor, num_tokens: int) -> None:
+    model_dtype(name, adapters.dtype)
+    if adapters.dim() != 3 or not adapters.is_contiguous():
+        fail_shape(name, adapters, "[adapters, out, in] and contiguous")
+    vector("adapter_ids", adapter_ids, num_tokens, torch.int32)
+
+
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, adapter_ids: torch.Tensor) -> None:
+    same_dtype("x", x, "a", a)
+    _adapters("a", a, adapter_ids, x.shape[0])
+    if x.dim() != 2 or x.shape[1] != a.shape[2]:
+        fail_shape("x", x, f"[T, {a.shape[2]}]")
+    unit_stride("x", x)
+
+
+def lora_expand(
+    y: torch.Tensor, b: torch.Tensor, adapter_ids: torch.Tensor, out: torch.Tensor, scales: torch.Tensor
+) -> None:
+    wide = torch.float64 if b.dtype is torch.float64 else torch.float32
+    _adapters("b", b, adapter_ids, y.shape[0])
+    has_dtype("y", y, wide)
+    if y.dim() != 2 or y.shape[1] != b.shape[2] or not y.is_contiguous():
+        fail_shape("y", y, f"[T, {b.shape[2]}] and contiguous")
+    model_dtype("out", out.dtype)
+    if tuple(out.shape) != (y.shape[0], b.shape[1]):
+        fail_shape("out", out, f"[{y.shape[0]}, {b.shape[1]}]")
+    unit_stride("out", out)
+    vector("scales", scales, b.shape[0], wide)
+
+
 def silu_and_mul(x: torch.Tensor) -> None:
     model_dtype("x", x.dtype)
     if x.dim() != 2 or x.shape[1] % 2:

@@ -18,6 +18,12 @@ def slot_error(slot_mapping: torch.Tensor, token: int, num_slots: int) -> ValueE
     return ValueError(f"slot_mapping[{token}]={slot} is not a slot of the cache (0 to {num_slots - 1})")
 
 
+def adapter_error(adapter_ids: torch.Tensor, token: int, num_adapters: int) -> ValueError:
+    """An id that is neither -1 (no adapter) nor an adapter's."""
+    adapter = int(adapter_ids[token])
+    return ValueError(f"adapter_ids[{token}]={adapter} is no adapter: it must be -1 (none) to {num_adapters - 1}")
+
+
 def position_error(positions: torch.Tensor, token: int, max_positions: int) -> ValueError:
     """A position outside the table of cosines and sines."""
     return ValueError(f"positions[{token}]={int(positions[token])} is outside cos_sin (0 to {max_positions - 1})")

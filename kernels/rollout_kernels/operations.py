@@ -31,6 +31,8 @@ __all__ = [
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
+    "lora_expand",
+    "lora_shrink",
     "merged_linear",
     "noise_bits",
     "paged_attention",
@@ -201,6 +203,38 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if _goes_through_torch(x):
         return autograd.silu_and_mul(x, current_setting())
     return backend_for(x).silu_and_mul(x)
+
+
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
+    """The first half of low-rank adapters (Hu et al., 2021, "LoRA"), each token with its own -> float32 [T, R].
+
+    x [T, K] (rows may be apart) @ a[adapter_ids[t]]^T, for a [A, R, K] of x's dtype and `adapter_ids` int32 [T]: zeros
+    for a token whose id is -1. Adapters of lower rank are filled up with zeros. Accumulated in float32 (float64 for
+    float64). Raises `ValueError` for an id of no adapter (on a GPU, which does not look back, it counts as -1), and
+    where a gradient is wanted, since there is none.
+    """
+    checks.lora_shrink(x, a, adapter_ids)
+    _refuse_grad("lora_shrink", x, a)
+    return backend_for(x).lora_shrink(x, a, adapter_ids)
+
+
+def lora_expand(
+    y: torch.Tensor, b: torch.Tensor, adapter_ids: torch.Tensor, out: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """The second half: out [T, N] += scales[adapter_ids[t]] * y [T, R] @ b[adapter_ids[t]]^T, in place.
+
+    b [A, N, R]; y and `scales` [A] are float32 (float64 where b is); `out` has a model dtype, is rounded once, and may
+    be a view with rows apart, such as the queries in a fused projection. Tokens whose id is -1 stay as they are.
+    Raises as `lora_shrink`.
+    """
+    checks.lora_expand(y, b, adapter_ids, out, scales)
+    _refuse_grad("lora_expand", y, b, out)
+    backend_for(b).lora_expand(y, b, adapter_ids, out, scales)
+
+
+def _refuse_grad(operation: str, *tensors: torch.Tensor) -> None:
+    if _wants_grad(*tensors):
+        raise ValueError(f"{operation} has no gradient: call it under torch.no_grad(), or detach its arguments")
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:

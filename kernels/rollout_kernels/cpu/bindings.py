@@ -59,6 +59,8 @@ SIGNATURES = {
     "rk_rotary": ("l", "pll pll i l p p l f l"),
     "rk_silu_and_mul": ("-", "pli p ll"),
     "rk_silu_and_mul_backward": ("-", "p pli p ll"),
+    "rk_lora_shrink": ("l", "pli p p p llll"),
+    "rk_lora_expand": ("l", "pp i p p pli llll"),
     "rk_write_kv": ("l", "pll pll ii pp pp p l lll"),
     "rk_copy_blocks": ("-", "p p p l p l"),
     "rk_paged_attention": ("-", "pl pp pp ii pl p p lllll f lf p p"),

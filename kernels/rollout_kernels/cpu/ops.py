@@ -10,7 +10,7 @@ import torch
 
 from rollout_kernels.cpu.bindings import CSampleArguments, bind
 from rollout_kernels.cpu.build import load_library
-from rollout_kernels.errors import draw_error, logprob_error, position_error, slot_error, token_error
+from rollout_kernels.errors import adapter_error, draw_error, logprob_error, position_error, slot_error, token_error
 from rollout_kernels.int8 import Int8Weight, scratch_row_bytes
 from rollout_kernels.kv_cache import TILE, KVCache
 from rollout_kernels.results import SampleArguments, SampleResult
@@ -44,6 +44,8 @@ class CpuKernels:
         self._rotary = functions["rotary"]
         self._silu_and_mul = functions["silu_and_mul"]
         self._silu_and_mul_backward = functions["silu_and_mul_backward"]
+        self._lora_shrink = functions["lora_shrink"]
+        self._lora_expand = functions["lora_expand"]
         self._write_kv = functions["write_kv"]
         self._copy_blocks = functions["copy_blocks"]
         self._paged_attention = functions["paged_attention"]
@@ -228,6 +230,30 @@ class CpuKernels:
             grad.data_ptr(), x.data_ptr(), x.stride(0), _DTYPE[x.dtype], grad_x.data_ptr(), rows, size
         )
         return grad_x
+
+    def lora_shrink(self, x: torch.Tensor, a: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
+        self._follow_torch()
+        rows, size = x.shape
+        out = self._empty(rows, a.shape[1], dtype=torch.float32)
+        bad = self._lora_shrink(
+            *(x.data_ptr(), x.stride(0), _DTYPE[x.dtype], a.data_ptr(), adapter_ids.data_ptr(), out.data_ptr()),
+            *(rows, a.shape[1], size, a.shape[0]),
+        )
+        if bad:
+            raise adapter_error(adapter_ids, bad - 1, a.shape[0])
+        return out
+
+    def lora_expand(
+        self, y: torch.Tensor, b: torch.Tensor, adapter_ids: torch.Tensor, out: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        self._follow_torch()
+        rows, rank = y.shape
+        bad = self._lora_expand(
+            *(y.data_ptr(), b.data_ptr(), _DTYPE[b.dtype], adapter_ids.data_ptr(), scales.data_ptr()),
+            *(out.data_ptr(), out.stride(0), _DTYPE[out.dtype], rows, rank, b.shape[1], b.shape[0]),
+        )
+        if bad:
+            raise adapter_error(adapter_ids, bad - 1, b.shape[0])
 
     def write_kv(
         self,

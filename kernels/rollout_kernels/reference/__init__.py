@@ -13,6 +13,7 @@ from rollout_kernels.reference.kv_cache import copy_blocks, write_kv
 from rollout_kernels.reference.linear import linear
 from rollout_kernels.reference.linear_int8 import linear_int8, quantize_weight
 from rollout_kernels.reference.logprobs import token_logprobs, token_logprobs_backward
+from rollout_kernels.reference.lora import lora_expand, lora_shrink
 from rollout_kernels.reference.noise import noise_bits
 from rollout_kernels.reference.norm import rms_norm, rms_norm_backward
 from rollout_kernels.reference.rotary import rotate_
@@ -31,6 +32,8 @@ __all__ = [
     "linear_int8",
     "linear_rotary",
     "linear_silu_and_mul",
+    "lora_expand",
+    "lora_shrink",
     "name",
     "noise_bits",
     "paged_attention",

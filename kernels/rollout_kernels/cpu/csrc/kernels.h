@@ -19,6 +19,10 @@ void rk_rms_norm(const void* x, long x_stride, int x_dtype, const void* weight, 
 long rk_rotary(void* q, long q_row, long q_heads, void* k, long k_row, long k_heads, int dtype, long head_dim,
                const long* positions, const float* cos_sin, long max_positions, float direction, long rows);
 void rk_silu_and_mul(const void* x, long stride, int dtype, void* out, long rows, long size);
+long rk_lora_shrink(const void* x, long x_row, int dtype, const void* a, const int* ids, float* out, long rows,
+                    long rank, long size, long num_adapters);
+long rk_lora_expand(const float* y, const void* b, int dtype, const int* ids, const float* scales, void* out,
+                    long out_row, int out_dtype, long rows, long rank, long columns, long num_adapters);
 long rk_write_kv(const void* k, long k_row, long k_head, const void* v, long v_row, long v_head, int dtype, int kv_dtype,
                  void* k_cache, void* v_cache, float* key_scales, float* value_scales, const long* slots, long num_slots,
                  long tokens, long heads, long head_dim);
