@@ -30,6 +30,9 @@ class EngineConfig:
     the memory of bfloat16. A trainer's forward pass does not quantise: the sampler's logprobs then differ from its own.
     `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `enforce_eager`
     runs every step through the model's Python instead of replaying recorded decode steps; results are the same.
+    `quantization="int8"` computes matrix products with int8 copies of the weights, made anew by every policy update:
+    faster, with logprobs of the rounded weights (`docs/quantization.md`); a trainer's own, from the weights themselves,
+    differ from them and need a correction (`rollout_trainers.corrections`). CPU only.
     `num_threads` sets the threads of torch and of the kernels, for the whole process.
     """
 
@@ -50,6 +53,7 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     enforce_eager: bool = False
+    quantization: Literal["int8"] | None = None
     num_threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
@@ -62,6 +66,12 @@ class EngineConfig:
         _check_choice(self, "preemption_mode", ("recompute", "swap"))
         _check_choice(self, "scheduling_policy", ("fcfs", "priority"))
         _check_choice(self, "kernels", ("auto", "cpu", "triton", "reference"))
+        _check_choice(self, "quantization", (None, "int8"))
+        if self.quantization is not None and (self.device == "cuda" or self.kernels == "triton"):
+            raise ValueError(
+                f"quantization={self.quantization!r} is not supported with device={self.device!r} and "
+                f"kernels={self.kernels!r}: only on the CPU"
+            )
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_positive(self, field)
         for field in ("max_model_len", "num_threads"):
@@ -91,7 +101,7 @@ class EngineConfig:
             raise ValueError("trust_remote_code=True is not supported: register the architecture with ModelRegistry")
 
 
-def _check_choice(config: EngineConfig, field: str, choices: tuple[str, ...]) -> None:
+def _check_choice(config: EngineConfig, field: str, choices: tuple[str | None, ...]) -> None:
     value = getattr(config, field)
     if value not in choices:
         raise ValueError(f"{field}={value!r} is not valid: it must be one of {', '.join(map(repr, choices))}")

@@ -189,7 +189,9 @@ class LLM:
         """Gives memory back to the operating system and says how much each owner gave.
 
         Level 1: the KV pool and unused heap; level 2: the weights too (kept where a trainer shares them). Requests in
-        flight end with finish reason "abort" and the tokens they have; a waiting `generate` returns them.
+        flight end with finish reason "abort" and the tokens they have; a waiting `generate` returns them. With
+        `quantization="int8"` level 2 gives back the int8 copies too, also of shared weights: they come back with the
+        next policy update.
         """
         if mode != "abort":
             raise ValueError(f"mode={mode!r} is not supported yet: it must be 'abort'")

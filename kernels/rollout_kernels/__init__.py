@@ -15,6 +15,7 @@ from rollout_kernels.dispatch import (
     set_backend,
     use_backend,
 )
+from rollout_kernels.int8 import Int8Weight, int8_weight_shapes
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
     copy_blocks,
@@ -24,6 +25,7 @@ from rollout_kernels.operations import (
     kv_cache_shapes,
     kv_scale_shape,
     linear,
+    linear_int8,
     linear_rotary,
     linear_silu_and_mul,
     linear_token_logprobs,
@@ -32,6 +34,7 @@ from rollout_kernels.operations import (
     merged_linear,
     noise_bits,
     paged_attention,
+    quantize_weight,
     rms_norm,
     rotary_embedding,
     sample,
@@ -54,6 +57,7 @@ __all__ = [
     "STATUS_NOT_NUMBERS",
     "STATUS_OK",
     "BuildError",
+    "Int8Weight",
     "KVCache",
     "KVLayout",
     "SampleArguments",
@@ -66,9 +70,11 @@ __all__ = [
     "copy_blocks_between",
     "embedding",
     "fingerprint",
+    "int8_weight_shapes",
     "kv_cache_shapes",
     "kv_scale_shape",
     "linear",
+    "linear_int8",
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
@@ -77,6 +83,7 @@ __all__ = [
     "merged_linear",
     "noise_bits",
     "paged_attention",
+    "quantize_weight",
     "rms_norm",
     "rotary_embedding",
     "sample",

@@ -11,6 +11,7 @@ import math
 import torch
 
 from rollout_kernels.errors import draw_error, logprob_error
+from rollout_kernels.int8 import Int8Weight, int8_weight_shapes
 from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache, KVLayout, tile_shapes
 from rollout_kernels.results import SampleArguments
 
@@ -73,6 +74,45 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
         unit_stride("weight", weight)
     if bias is not None:
         vector("bias", bias, weight.shape[0], weight.dtype)
+
+
+def _low_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"{name} is {dtype}: it must be bfloat16 or float32")
+
+
+def _int8_weight(name: str, weight: Int8Weight, rows: int, depth: int) -> None:
+    values, scales = int8_weight_shapes(rows, depth)
+    has_dtype(f"{name}.values", weight.values, torch.uint8)
+    if tuple(weight.values.shape) != values:
+        fail_shape(f"{name}.values", weight.values, f"{list(values)}, as int8_weight_shapes({rows}, {depth}) has it")
+    if not weight.values.is_contiguous():
+        raise ValueError(f"{name}.values has strides {weight.values.stride()}: it must be contiguous")
+    vector(f"{name}.scales", weight.scales, scales[0], torch.float32)
+
+
+def quantize_weight(weight: torch.Tensor, into: Int8Weight | None) -> None:
+    _low_dtype("weight", weight.dtype)
+    if weight.dim() != 2 or weight.shape[1] < 1:
+        fail_shape("weight", weight, "[N, K]")
+    unit_stride("weight", weight)
+    if into is not None:
+        if into.in_features != weight.shape[1]:
+            raise ValueError(f"into.in_features={into.in_features} is not valid: the weight has {weight.shape[1]}")
+        _int8_weight("into", into, *weight.shape)
+
+
+def linear_int8(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    _low_dtype("x", x.dtype)
+    _low_dtype("out_dtype", out_dtype)
+    rows, depth = weight.scales.shape[0], weight.in_features
+    if x.dim() != 2 or x.shape[1] != depth:
+        fail_shape("x", x, f"[T, {depth}]")
+    unit_stride("x", x)
+    _int8_weight("weight", weight, rows, depth)
+    if bias is not None:
+        _low_dtype("bias", bias.dtype)
+        vector("bias", bias, rows, bias.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from rollout_kernels import autograd, autograd_linear, checks
 from rollout_kernels.dispatch import backend_for, current_setting
+from rollout_kernels.int8 import Int8Weight, empty_int8_weight
 from rollout_kernels.kv_cache import KVCache, kv_cache_shapes, kv_scale_shape
 from rollout_kernels.reference.reduce import accumulation_dtype
 from rollout_kernels.results import SampleArguments, SampleResult
@@ -26,6 +27,7 @@ __all__ = [
     "kv_cache_shapes",
     "kv_scale_shape",
     "linear",
+    "linear_int8",
     "linear_rotary",
     "linear_silu_and_mul",
     "linear_token_logprobs",
@@ -34,6 +36,7 @@ __all__ = [
     "merged_linear",
     "noise_bits",
     "paged_attention",
+    "quantize_weight",
     "rms_norm",
     "rotary_embedding",
     "sample",
@@ -130,6 +133,34 @@ def merged_linear(
     return autograd_linear.merged_linear(x, list(weights), list(biases), out_dtype, current_setting())
 
 
+def quantize_weight(weight: torch.Tensor, into: Int8Weight | None = None) -> Int8Weight:
+    """weight [N, K], bfloat16 or float32, rounded to int8 with one scale a row, packed for `linear_int8`.
+
+    Overwrites `into`, made by an earlier call or of the shapes of `int8_weight_shapes`, where it is given. All backends
+    give the same bits. A row that holds NaN or an infinity gets the scale NaN, so that its products are NaN.
+    """
+    checks.quantize_weight(weight, into)
+    packed = empty_int8_weight(*weight.shape, device=weight.device) if into is None else into
+    backend_for(weight).quantize_weight(weight, packed)
+    return packed
+
+
+def linear_int8(
+    x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [T, K] @ weight^T (+ bias [N]) -> [T, N] with int8 products, rounded once to `out_dtype` (x's).
+
+    Each row of x, bfloat16 or float32, is rounded to int8 with one scale for every 32 neighbours along K. Products
+    inside such a group are summed as integers, groups in ascending order as float32. A group that holds NaN or an
+    infinity makes its row NaN. There is no gradient: raises `ValueError` where one is wanted.
+    """
+    out_dtype = out_dtype or x.dtype
+    checks.linear_int8(x, weight, bias, out_dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ValueError("linear_int8 has no gradient: use linear with the weight itself where gradients are on")
+    return backend_for(x).linear_int8(x, weight, bias, out_dtype)
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -202,7 +233,7 @@ def lora_expand(
 
 
 def _refuse_grad(operation: str, *tensors: torch.Tensor) -> None:
-    if _wants_grad(*tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(f"{operation} has no gradient: call it under torch.no_grad(), or detach its arguments")
 
 

@@ -24,6 +24,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enforce-eager", action="store_const", const=True, help="run every step through Python; same results, slower"
     )
+    group.add_argument("--quantization", choices=("int8",), help="matrix products with int8 copies of the weights")
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
 
 
@@ -41,6 +42,7 @@ _FIELDS = (
     "kv_cache_dtype",
     "gpu_memory_utilization",
     "enforce_eager",
+    "quantization",
     "enable_prefix_caching",
 )
 

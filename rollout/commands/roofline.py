@@ -11,27 +11,13 @@ from typing import Any
 
 import torch
 
-import rollout_kernels
-from rollout.layers.linear import Linear, MergedLinear
+from rollout.layers.linear import multiply
 from rollout.models.causal_lm import CausalLM
+from rollout.models.products import MatrixProduct, matrix_products
 from rollout_kernels.cpu.program import Workspace, record
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SECONDS = 0.3  # of measuring for each number of rows, at least
-
-
-def matrix_weights(model: CausalLM) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The weights of a step's products over all scheduled rows, and the head's, over the rows that draw."""
-    merged = [module for module in model.modules() if isinstance(module, MergedLinear)]
-    parts = {id(part) for module in merged for part in module.parts}
-    head = model.output_weight
-    weights = [module.fused_weight for module in merged if module.fused_weight is not None]
-    weights += [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, Linear) and id(module) not in parts and module.weight is not head
-    ]
-    return weights, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +32,13 @@ class Roofline:
 
     @classmethod
     def measure(cls, model: CausalLM, rows: tuple[int, ...] = ROWS) -> Roofline:
-        body, head = matrix_weights(model)
+        *body, head = matrix_products(model)
         return cls(
             rows=rows,
             body_seconds=[_measure(body, count) for count in rows],
             head_seconds=[_measure([head], count) for count in rows],
-            num_bytes=sum(weight.nbytes for weight in (*body, head)),
-            flops_per_row=2 * sum(weight.numel() for weight in (*body, head)),
+            num_bytes=sum(_num_bytes(product) for product in (*body, head)),
+            flops_per_row=2 * sum(product.weight.numel() for product in (*body, head)),
         )
 
     def step_seconds(self, num_rows: int, num_drawn: int) -> float:
@@ -100,9 +86,15 @@ class Roofline:
         return "\n".join(lines)
 
 
+def _num_bytes(product: MatrixProduct) -> int:
+    int8 = product.holder.int8
+    return product.weight.nbytes if int8 is None else int8.values.nbytes
+
+
 @torch.inference_mode()
-def _measure(weights: list[torch.Tensor], rows: int) -> float:
-    """Median seconds of the products of `rows` rows with every weight, one after another."""
+def _measure(products: list[MatrixProduct], rows: int) -> float:
+    """Median seconds of the products of `rows` rows with every weight, as the engine reads it, one after another."""
+    weights = [product.weight for product in products]
     generator = torch.Generator().manual_seed(rows)
     inputs: dict[int, torch.Tensor] = {}
     for weight in weights:
@@ -110,13 +102,13 @@ def _measure(weights: list[torch.Tensor], rows: int) -> float:
         if size not in inputs:
             inputs[size] = torch.randn(rows, size, generator=generator).to(weight.dtype)
 
-    def products() -> None:
-        for weight in weights:
-            rollout_kernels.linear(inputs[weight.shape[1]], weight)
+    def multiply_all() -> None:
+        for product, weight in zip(products, weights, strict=True):
+            multiply(inputs[weight.shape[1]], weight, None, None, product.holder.int8)
 
     # Recorded, so that neither Python nor fresh memory for the outputs is part of the time.
-    outputs = max(rows * weight.shape[0] * weight.itemsize for weight in weights)
-    _, program = record(products, Workspace(torch.empty(2 * outputs + 4096, dtype=torch.uint8)))
+    outputs = max(rows * sum(weight.shape) * weight.itemsize for weight in weights)  # and rows of x in int8
+    _, program = record(multiply_all, Workspace(torch.empty(2 * outputs + 4096, dtype=torch.uint8)))
     taken: list[float] = []
     until = time.perf_counter() + _SECONDS
     while len(taken) < 3 or time.perf_counter() < until:

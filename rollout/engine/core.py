@@ -90,7 +90,9 @@ class EngineCore:
         self._paused = False
         self._guard: SharedWeightsGuard | None = None
         self._policy_version = 0
-        self._receipt: Receipt | None = make_receipt(0, self.parameters(), self.tied(), self.buffers())
+        self._receipt: Receipt | None = make_receipt(
+            0, self.parameters(), self.tied(), self.buffers(), copies=self.copies()
+        )
         self._tensors = tuple(self.parameters().values())
         self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
 
@@ -125,12 +127,21 @@ class EngineCore:
                 "the weights were given back by sleep(level=2) and hold no policy: run a policy_update that covers "
                 "every parameter, or reload_weights()"
             )
+        self._check_copies()
         if self._guard is not None:
             self._guard.check()
         if shared_versions(self._tensors) != self._changes:
             raise StaleWeightsError(
                 "the engine's weights were changed outside a policy update since the last receipt: run a policy_update "
                 "that covers every parameter, or reload_weights()"
+            )
+
+    def _check_copies(self) -> None:
+        quantized = self._worker.quantized
+        if quantized is not None and not quantized.is_current:
+            raise WeightsNotLoadedError(
+                "the int8 copies of the weights were given back by sleep(level=2), or not made to the end: run a "
+                "policy_update that covers every parameter, or reload_weights()"
             )
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -188,7 +199,11 @@ class EngineCore:
         """Fingerprints the weights again. Raises `StaleWeightsError` naming what differs from the last receipt."""
         if "weights" in self._asleep or not self._weights_loaded or self._receipt is None:
             raise WeightsNotLoadedError("the weights hold no policy that could be verified: run a policy_update first")
-        verify_receipt(self._receipt, self.parameters(), self.tied(), self.buffers())
+        self._check_copies()
+        verify_receipt(self._receipt, self.parameters(), self.tied(), self.buffers(), self.copies())
+        stale = self.stale_copies()
+        if stale:
+            raise StaleWeightsError(f"{len(stale)} int8 copies are not those of the weights (first: {stale[0]})")
         return self._receipt
 
     def memory_ledger(self) -> LedgerReport:
@@ -211,10 +226,12 @@ class EngineCore:
         return tuple(tag for tag in TAGS if tag in self._asleep)
 
     def sleep(self, level: int = 1) -> SleepReport:
-        """Gives memory back: level 1 the KV pool and what the heap holds unused, level 2 the weights too.
+        """Gives memory back: level 1 the KV pool and what the heap holds unused, level 2 the weights too, with their
+        int8 copies.
 
         Requests in flight end with finish reason "abort" and the tokens they have. Cached blocks are forgotten.
-        Weights that a trainer shares stay, whatever the level. Raises `ValueError` for another level.
+        Weights that a trainer shares stay, whatever the level; the int8 copies of them go, until a policy update.
+        Raises `ValueError` for another level.
         """
         if self._paused:
             raise PolicyUpdateError("a policy update is open: the engine cannot sleep before it has ended")
@@ -264,8 +281,17 @@ class EngineCore:
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return self._worker.buffers()
 
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        quantized = self._worker.quantized
+        return {} if quantized is None else quantized.tensors()
+
+    def stale_copies(self) -> list[str]:
+        quantized = self._worker.quantized
+        return [] if quantized is None else quantized.stale()
+
     def post_process(self) -> None:
-        """Nothing depends on the weights' values: the kernels read them as they lie, and no copies are packed."""
+        """The int8 copies depend on the weights' values. The other kernels read the weights as they lie."""
+        self._worker.remake_quantized_weights()
 
     def invalidate(self, version: int) -> None:
         self.scheduler.set_policy_version(version)

@@ -14,6 +14,7 @@ _PARTS = {
     "linear": "matrix products",
     "linear_rotary": "matrix products",  # with the rotary embedding at its end
     "linear_silu_and_mul": "matrix products",  # with the gating at its end
+    "linear_int8": "matrix products",
     "paged_attention": "attention",
     "write_kv": "attention",
     "sample": "sampling",

@@ -11,7 +11,12 @@ from rollout.config import EngineConfig
 from rollout.core.schedule import SchedulePlan, StepResult
 from rollout.worker.worker import Worker
 
-_ENGINE_ONLY = {"execute": "LLM.generate", "sleep": "LLM.sleep", "reload_weights": "LLM.reload_weights"}
+_ENGINE_ONLY = {
+    "execute": "LLM.generate",
+    "sleep": "LLM.sleep",
+    "reload_weights": "LLM.reload_weights",
+    "remake_quantized_weights": "LLM.reload_weights",
+}
 
 
 class InProcessExecutor:

@@ -9,7 +9,30 @@ from torch import nn
 
 import rollout_kernels
 
+Int8Weight = rollout_kernels.Int8Weight
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def uses_copy(int8: Int8Weight | None) -> bool:
+    """Whether a product reads the weight's int8 copy: where the engine has one, and it is the engine that computes.
+
+    The engine computes in inference mode. Everybody else who runs the model, a trainer with gradients or without, gets
+    the weight itself: only the engine knows whether the copy is up to date.
+    """
+    return int8 is not None and torch.is_inference_mode_enabled()
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    int8: Int8Weight | None,
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K]^T (+ bias [N]) -> [T, N], or with the weight's int8 copy (see `uses_copy`)."""
+    if int8 is not None and uses_copy(int8):
+        return rollout_kernels.linear_int8(x, int8, bias, out_dtype)
+    return rollout_kernels.linear(x, weight, bias, out_dtype)
 
 
 class Linear(nn.Module):
@@ -28,13 +51,14 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_dtype = out_dtype
+        self.int8: Int8Weight | None = None  # the engine's copy of the weight, where it quantises
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
         bias_tensor = torch.empty(out_features, dtype=dtype) if bias else None
         self.bias = nn.Parameter(bias_tensor, requires_grad=False) if bias_tensor is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features]."""
-        return rollout_kernels.linear(x, self.weight, self.bias, self.out_dtype)
+        return multiply(x, self.weight, self.bias, self.out_dtype, self.int8)
 
 
 class MergedLinear(nn.Module):
@@ -50,6 +74,7 @@ class MergedLinear(nn.Module):
         self.parts = parts  # a tuple, so that the parts are not registered a second time under other names
         self.fused_weight: torch.Tensor | None = None
         self.fused_bias: torch.Tensor | None = None
+        self.int8: Int8Weight | None = None  # the engine's copy of the fused weight, where it quantises
 
     def materialize(self, allocate: Allocate) -> None:
         """Gives the parts new storage from `allocate`: one contiguous block, part after part."""
@@ -68,12 +93,15 @@ class MergedLinear(nn.Module):
 
     @property
     def is_one_product(self) -> bool:
-        """Whether the parts are computed together: in inference with storage of their own, not under a compiler."""
-        return self.fused_weight is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        """Whether the parts, and what follows them, are computed together: in inference with storage of their own, not
+        under a compiler, not in int8."""
+        if self.fused_weight is None or uses_copy(self.int8):
+            return False
+        return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """For the two parts gate and up: silu(gate(x)) * up(x), [T, in_features] -> [T, out_features of one]."""
-        if self.fused_weight is None or torch.is_grad_enabled():
+        if self.fused_weight is None or torch.is_grad_enabled() or uses_copy(self.int8):
             return rollout_kernels.silu_and_mul(self(x))
         return rollout_kernels.linear_silu_and_mul(x, self.fused_weight, self.fused_bias)
 
@@ -90,4 +118,4 @@ class MergedLinear(nn.Module):
             weights = [part.weight for part in self.parts]
             biases = [part.bias for part in self.parts if part.bias is not None]
             return rollout_kernels.merged_linear(x, weights, biases)
-        return rollout_kernels.linear(x, self.fused_weight, self.fused_bias)
+        return multiply(x, self.fused_weight, self.fused_bias, None, self.int8)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-import rollout_kernels
+from rollout.layers.linear import multiply
 from rollout.worker.batch import ForwardBatch
+from rollout_kernels import Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,12 @@ class CausalLM(nn.Module, ABC):
     """Maps tokens to final hidden states, and hidden states to float32 logits.
 
     Parameters are named as in the checkpoint. `tied_names` maps names that a checkpoint or a trainer may also use to
-    the parameter that holds their values.
+    the parameter that holds their values. `int8` is the engine's copy of `output_weight`, where it quantises.
     """
 
     shape: ModelShape
     tied_names: dict[str, str]
+    int8: Int8Weight | None = None
 
     @classmethod
     @abstractmethod
@@ -51,4 +53,4 @@ class CausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden] -> float32 [R, vocab]; never rounded to the model's dtype."""
-        return rollout_kernels.linear(hidden, self.output_weight, None, torch.float32)
+        return multiply(hidden, self.output_weight, None, torch.float32, self.int8)

@@ -17,9 +17,10 @@ class Receipt:
     """What an engine holds as policy `policy_version`, and what it cost to put it there.
 
     `tensors` has one 64-bit fingerprint per Hugging Face name, tied names included; `buffers` those that the engine
-    computes itself (rotary tables). `fingerprint` is of all of them, `parameters_fingerprint` of the parameters without
-    tied names: a trainer computes the same from its own with `parameters_fingerprint(named, dtype)`. `id` is made of
-    the version and the fingerprint; outputs carry it.
+    computes itself (rotary tables); `copies` those of parameters in another form (int8), checked against these.
+    `fingerprint` is of all of them, `parameters_fingerprint` of the parameters without tied names: a trainer computes
+    the same from its own with `parameters_fingerprint(named, dtype)`. `id` is made of the version and the fingerprint;
+    outputs carry it.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Receipt:
     bytes_shared: int = 0  # of parameters that the trainer and the engine share: nothing was copied
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
+    copies: dict[str, int] = field(default_factory=dict, repr=False)
 
     def timed(self, phase_seconds: Mapping[str, float]) -> Receipt:
         """The same receipt with what each phase took."""
@@ -55,6 +57,7 @@ def make_receipt(
     buffers: Mapping[str, torch.Tensor],
     fingerprints: Mapping[str, int] | None = None,
     *,
+    copies: Mapping[str, torch.Tensor] | None = None,
     bytes_copied: int = 0,
     bytes_shared: int = 0,
 ) -> Receipt:
@@ -62,12 +65,14 @@ def make_receipt(
 
     `parameters` maps Hugging Face names to the engine's tensors, `tied` further names to those whose tensor they share.
     `fingerprints` are those of `parameters`, where they are known already. The loader makes the first receipt with it.
+    `copies` are the tensors that the kernels read instead of parameters.
     """
     known = fingerprints if fingerprints is not None else fingerprint_tensors(parameters)
     tensors = {**known, **{name: known[target] for name, target in tied.items()}}
-    of_buffers = fingerprint_tensors(buffers)
-    everything = dict(parameters) | {name: parameters[target] for name, target in tied.items()} | dict(buffers)
-    whole = combine(everything, {**tensors, **of_buffers})
+    of_buffers, of_copies = fingerprint_tensors(buffers), fingerprint_tensors(copies or {})
+    everything = dict(parameters) | {name: parameters[target] for name, target in tied.items()}
+    everything |= dict(buffers) | dict(copies or {})
+    whole = combine(everything, {**tensors, **of_buffers, **of_copies})
     return Receipt(
         id=receipt_id(policy_version, whole),
         policy_version=policy_version,
@@ -75,6 +80,7 @@ def make_receipt(
         parameters_fingerprint=combine(parameters, known),
         tensors=tensors,
         buffers=of_buffers,
+        copies=of_copies,
         num_tensors=len(tensors),
         num_bytes=sum(tensor.nbytes for tensor in parameters.values()),
         bytes_copied=bytes_copied,
@@ -125,9 +131,10 @@ def verify_receipt(
     parameters: Mapping[str, torch.Tensor],
     tied: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
+    copies: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fingerprints the engine's memory again. Raises `StaleWeightsError` naming every tensor that has changed."""
-    changed = changed_tensors(receipt, parameters, tied, buffers)
+    changed = changed_tensors(receipt, parameters, tied, buffers, copies)
     if changed:
         shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise StaleWeightsError(
@@ -140,9 +147,11 @@ def changed_tensors(
     parameters: Mapping[str, torch.Tensor],
     tied: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
+    copies: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
     """Names whose fingerprint, computed now, is not the receipt's; names that only one side has are among them."""
     known = fingerprint_tensors(parameters)
     now = {**known, **{name: known[target] for name, target in tied.items()}, **fingerprint_tensors(buffers)}
-    then = receipt.tensors | receipt.buffers
+    now |= fingerprint_tensors(copies or {})
+    then = receipt.tensors | receipt.buffers | receipt.copies
     return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))

@@ -43,6 +43,14 @@ class UpdateTarget(Protocol):
         """What the forward pass reads and the engine computes itself; asked for after `post_process`."""
         ...
 
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """What the forward pass reads instead of parameters, made of them by `post_process` (int8); often nothing."""
+        ...
+
+    def stale_copies(self) -> list[str]:
+        """Names of the copies that are not, bit for bit, what the parameters give when they are made once more."""
+        ...
+
     def post_process(self) -> None:
         """Rebuilds whatever depends on the weights or was lost in sleep (buffers, packed copies)."""
         ...

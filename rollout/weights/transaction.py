@@ -204,12 +204,16 @@ class PolicyUpdate:
             wrong = [name for name, value in sent.items() if value != fingerprints[name]]
             if wrong:
                 raise FingerprintMismatchError(f"the engine's memory is not what was sent: {_some(wrong)}")
+            stale = self._engine.stale_copies()
+            if stale:
+                raise FingerprintMismatchError(f"copies of parameters are not made of what was sent: {_some(stale)}")
             self._receipt = make_receipt(
                 self.version,
                 self._parameters,
                 self._tied,
                 self._engine.buffers(),
                 fingerprints,
+                copies=self._engine.copies(),
                 bytes_copied=self.bytes_copied,
                 bytes_shared=self.bytes_shared,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -24,11 +25,13 @@ from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport
+from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
 from rollout.worker.sizing import KVPoolSize, full_step, kv_budget, short_step
 
 _SLEEPERS = {
     "weights": ("weights",),
+    "quantized_weights": ("quantized_weights",),
     "kv_cache": ("kv_cache", "swap", "workspace"),
 }  # wake-up tag -> owners in the ledger
 
@@ -55,6 +58,15 @@ class Worker:
         materialize(self.model, self._weights.carve, self.device)
         self.ledger.register("weights", self._weights)
         self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in self.model.buffers()))
+        self.quantized: QuantizedWeights | None = None
+        if config.quantization == "int8":
+            if self._on_gpu or self._runs_triton:
+                raise ValueError(
+                    f"quantization='int8' is not supported on {self.device} with {kernels.name} kernels: give "
+                    "device='cpu' and kernels 'auto', 'cpu' or 'reference'"
+                )
+            self.quantized = QuantizedWeights(self.model)
+            self.ledger.register("quantized_weights", self.quantized.slab)
         self.reload_weights(on_tensor)
         inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
         self.ledger.register("inputs", lambda: inputs.num_bytes)
@@ -70,6 +82,13 @@ class Worker:
     def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
         """Reads the checkpoint again, into the tensors that are there."""
         load_weights(self.model, self.folder, on_tensor)
+        self.remake_quantized_weights()
+
+    def remake_quantized_weights(self) -> None:
+        """Makes the int8 copies of the weights anew, where the engine has them."""
+        if self.quantized is not None:
+            with self._kernels():
+                self.quantized.remake()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the kernels read, under the checkpoint's names."""
@@ -84,19 +103,26 @@ class Worker:
 
     def execute(self, plan: SchedulePlan) -> StepResult:
         """Runs one step, on this engine's kernels."""
-        if self.config.kernels == "auto":
-            return self.runner.execute(plan)
-        with rollout_kernels.use_backend(self.config.kernels):
+        assert self.quantized is None or self.quantized.is_current, "the int8 copies are not those of the weights"
+        with self._kernels():
             return self.runner.execute(plan)
 
+    def _kernels(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.config.kernels == "auto" else rollout_kernels.use_backend(self.config.kernels)
+
     def sleep(self, level: int, keep_weights: bool) -> SleepReport:
-        """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them.
+        """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them, and the int8
+        copies of them in any case.
 
         Captured decode steps go as well where tensors do not come back to their addresses.
         """
         owners = list(_SLEEPERS["kv_cache"])
-        if level == 2 and not keep_weights:
-            owners += _SLEEPERS["weights"]
+        if level == 2:
+            owners += _SLEEPERS["quantized_weights"]
+            if self.quantized is not None:
+                self.quantized.give_up()
+            if not keep_weights:
+                owners += _SLEEPERS["weights"]
         if not self._weights.keeps_addresses:
             owners.append("graphs")
         return self.ledger.release([owner for owner in owners if owner in self.ledger.owners])
@@ -121,17 +147,18 @@ class Worker:
             total = self.platform.total_memory()
             peak = self._measure_full_step() if self.platform.max_profile_tokens is None else self._measure_peak()
             self.platform.trim()
+            weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
             budget = kv_budget(
                 total,
                 self.config.gpu_memory_utilization,
-                self._weights.num_bytes,
+                weights,
                 peak,
                 self.platform.free_memory(),
             )
             if budget < block_bytes:
                 raise ValueError(
                     f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
-                    f"bytes the weights take {self._weights.num_bytes:,} and a step at most {peak:,}"
+                    f"bytes the weights take {weights:,} and a step at most {peak:,}"
                 )
         num_blocks = budget // block_bytes
         if num_blocks < 1:

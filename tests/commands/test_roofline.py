@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollout import LLM, SamplingParams
-from rollout.commands.roofline import Roofline, matrix_weights
+from rollout.commands.roofline import Roofline
+from rollout.models.products import matrix_products
 from tests.support.tiny import make_tiny_llama
 
 PARAMS = SamplingParams(seed=1, max_tokens=9)
@@ -15,14 +16,21 @@ LINEAR = Roofline(rows=(1, 10), body_seconds=[1.0, 10.0], head_seconds=[0.5, 5.0
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_every_weight_of_a_product_counts_once(tie: bool, tmp_path: Path) -> None:
-    llm = LLM(make_tiny_llama(tmp_path, tie=tie, num_layers=3), kv_cache_memory="8MiB")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_every_weight_of_a_product_counts_once(tie: bool, quantization: str | None, tmp_path: Path) -> None:
+    llm = LLM(make_tiny_llama(tmp_path, tie=tie, num_layers=3), kv_cache_memory="8MiB", quantization=quantization)
     model = llm.collective_rpc(lambda worker: worker.model)[0]
-    body, head = matrix_weights(model)
-    assert head is model.output_weight
+    *body, head = matrix_products(model)
+    assert head.weight is model.output_weight
     projections = [p.numel() for name, p in model.named_parameters() if "proj.weight" in name]
-    assert sum(weight.numel() for weight in body) == sum(projections)
+    assert sum(product.weight.numel() for product in body) == sum(projections)
     assert len(body) == 3 * 4  # qkv, o, gate_up, down
+    roofline = Roofline.measure(model, rows=(1,))
+    copies = [product.holder.int8 for product in (*body, head)]
+    read = [copy.values for copy in copies if copy is not None] or [product.weight for product in (*body, head)]
+    assert (copies[0] is None) == (quantization is None)
+    assert roofline.num_bytes == sum(tensor.nbytes for tensor in read)
+    assert roofline.flops_per_row == 2 * (sum(projections) + head.weight.numel())
 
 
 def test_seconds_are_interpolated_between_measured_rows() -> None:

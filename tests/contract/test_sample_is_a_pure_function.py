@@ -54,8 +54,9 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
     )
     kernels = "reference" if request.param == "reference" else "auto"
-    kv_cache_dtype = "int8" if request.param == "int8" else "auto"
-    return {"model": folder, "kernels": kernels, "kv_cache_dtype": kv_cache_dtype}
+    int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
+    quantised = {"quantization": "int8" if int8 else None, "kv_cache_dtype": "int8" if int8 else "auto"}
+    return {"model": folder, "kernels": kernels, **quantised}
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ class RecordingEngine:
             self.tensors[HEAD] = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
         self._ties = {HEAD: EMBED} if tied else {}
         self.rotary = torch.randn(32, 8, generator=generator)
+        self.copied: dict[str, torch.Tensor] = {}  # of the embedding, made by `post_process` unless a test forbids it
         self.fail_at = fail_at
         self.calls: list[str] = []
         self.policy_version = 0
@@ -71,6 +72,12 @@ class RecordingEngine:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return {"model.rotary.cos_sin": self.rotary}
+
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        return self.copied
+
+    def stale_copies(self) -> list[str]:
+        return [name for name, tensor in self.copied.items() if not torch.equal(tensor, self.tensors[EMBED])]
 
     def post_process(self) -> None:
         self._record("post_process")

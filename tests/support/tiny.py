@@ -107,6 +107,39 @@ def make_tiny_llama(
     return folder
 
 
+def make_tiny_model(path: Path | str, architecture: str, dtype: torch.dtype, seed: int = 0) -> Path:
+    """A random checkpoint of any causal language model that transformers knows by this class name.
+
+    All parameters are random, also biases and norms (which transformers would make 0 and 1), and strong enough that
+    the next-token distributions differ from position to position.
+    """
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=None,
+        architectures=[architecture],
+    )
+    model = model_class(config).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        is_norm = parameter.dim() == 1 and name.endswith("weight")
+        parameter.data.copy_(1 + 0.1 * values if is_norm else 0.2 * values)
+    model.save_pretrained(path)
+    return Path(path)
+
+
 def tiny_llama_tensors(
     *,
     vocab_size: int,

@@ -52,6 +52,8 @@ SIGNATURES = {
     "rk_linear": ("-", "pli pli p pli lll"),
     "rk_linear_rotary": ("l", "pli pl p p lll p p lll"),
     "rk_linear_silu_and_mul": ("-", "pli pl p p lll"),
+    "rk_linear_int8": ("-", "pli pp pi p pli lll"),
+    "rk_quantize_weight": ("-", "pli pp ll"),
     "rk_rms_norm": ("-", "pli pi f pl pi p ll"),
     "rk_rms_norm_backward": ("-", "pi p p pi f pi p p p ll"),
     "rk_rotary": ("l", "pll pll i l p p l f l"),

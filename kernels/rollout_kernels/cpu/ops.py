@@ -11,6 +11,7 @@ import torch
 from rollout_kernels.cpu.bindings import CSampleArguments, bind
 from rollout_kernels.cpu.build import load_library
 from rollout_kernels.errors import adapter_error, draw_error, logprob_error, position_error, slot_error, token_error
+from rollout_kernels.int8 import Int8Weight, scratch_row_bytes
 from rollout_kernels.kv_cache import TILE, KVCache
 from rollout_kernels.results import SampleArguments, SampleResult
 
@@ -36,6 +37,8 @@ class CpuKernels:
         self._linear = functions["linear"]
         self._linear_rotary = functions["linear_rotary"]
         self._linear_silu_and_mul = functions["linear_silu_and_mul"]
+        self._linear_int8 = functions["linear_int8"]
+        self._quantize_weight = functions["quantize_weight"]
         self._rms_norm = functions["rms_norm"]
         self._rms_norm_backward = functions["rms_norm_backward"]
         self._rotary = functions["rotary"]
@@ -119,6 +122,32 @@ class CpuKernels:
         )
         if bad:
             raise position_error(positions, bad - 1, cos_sin.shape[0])
+        return out
+
+    def quantize_weight(self, weight: torch.Tensor, into: Int8Weight) -> None:
+        self._follow_torch()
+        rows, depth = weight.shape
+        # fmt: off
+        self._quantize_weight(
+            weight.data_ptr(), weight.stride(0), _DTYPE[weight.dtype], into.values.data_ptr(), into.scales.data_ptr(),
+            rows, depth,
+        )
+        # fmt: on
+
+    def linear_int8(
+        self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        self._follow_torch()
+        rows, columns, depth = x.shape[0], weight.scales.shape[0], weight.in_features
+        out = self._empty(rows, columns, dtype=out_dtype)
+        scratch = self._empty(rows * scratch_row_bytes(depth), dtype=torch.uint8)  # the quantised rows of x
+        # fmt: off
+        self._linear_int8(
+            x.data_ptr(), x.stride(0), _DTYPE[x.dtype], weight.values.data_ptr(), weight.scales.data_ptr(),
+            _pointer(bias), _DTYPE[torch.float32 if bias is None else bias.dtype], scratch.data_ptr(), out.data_ptr(),
+            columns, _DTYPE[out_dtype], rows, columns, depth,
+        )
+        # fmt: on
         return out
 
     def rms_norm(

@@ -11,6 +11,7 @@ from rollout_kernels.reference.fingerprint import fingerprint
 from rollout_kernels.reference.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.reference.kv_cache import copy_blocks, write_kv
 from rollout_kernels.reference.linear import linear
+from rollout_kernels.reference.linear_int8 import linear_int8, quantize_weight
 from rollout_kernels.reference.logprobs import token_logprobs, token_logprobs_backward
 from rollout_kernels.reference.lora import lora_expand, lora_shrink
 from rollout_kernels.reference.noise import noise_bits
@@ -28,6 +29,7 @@ __all__ = [
     "fingerprint",
     "kv_layout",
     "linear",
+    "linear_int8",
     "linear_rotary",
     "linear_silu_and_mul",
     "lora_expand",
@@ -35,6 +37,7 @@ __all__ = [
     "name",
     "noise_bits",
     "paged_attention",
+    "quantize_weight",
     "rms_norm",
     "rms_norm_backward",
     "rotate_",

@@ -134,7 +134,7 @@ void score_rows(const Group<Type>& group, Rows<Type>& rows, int row, long padded
     for (int r = 0; r < Count; r++)
       for (int t = 0; t < kGroupTiles; t++) acc[r][t] = v16f{};
     for (long d = 0; d < dim; d += inner) {
-      for (int t = 0; t < kGroupTiles; t++) __builtin_prefetch(group.next_keys[t] + d * kTile);
+      for (int t = 0; t < kGroupTiles; t++) __builtin_prefetch(group.next_keys[t] + d * kTile, 0, 2);
       for (int r = 0; r < Count; r++)
         for (int t = 0; t < kGroupTiles; t++)
           acc[r][t] = Type::multiply_add(acc[r][t], q + r * dim + d, group.keys[t] + d * kTile);
@@ -219,7 +219,7 @@ RK_INLINE void add_vectors(const Group<Type>& group, Rows<Type>& rows, int row, 
     const typename Type::element* values = group.values[t] + first_dim * inner;
     const typename Type::element* next_values = group.next_values[t] + first_dim * inner;
     for (int k = 0; k < kTile; k += inner) {
-      for (int v = 0; v < Vectors; v++) __builtin_prefetch(next_values + k * dim + v * kTile * inner);
+      for (int v = 0; v < Vectors; v++) __builtin_prefetch(next_values + k * dim + v * kTile * inner, 0, 2);
       for (int r = 0; r < Count; r++)
         for (int v = 0; v < Vectors; v++)
           acc[r][v] = Type::multiply_add(acc[r][v], probabilities + r * kGroup + t * kTile + k,

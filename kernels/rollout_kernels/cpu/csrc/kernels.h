@@ -11,6 +11,9 @@ long rk_linear_rotary(const void* x, long x_row_stride, int dtype, const void* w
                       long head_dim, long rotated_columns);
 void rk_linear_silu_and_mul(const void* x, long x_row_stride, int dtype, const void* w, long w_row_stride,
                             const void* bias, void* out, long T, long I, long K);
+void rk_linear_int8(const void* x, long x_row_stride, int x_dtype, const void* values, const float* w_scales,
+                    const void* bias, int bias_dtype, void* scratch, void* out, long out_row_stride, int out_dtype, long T,
+                    long N, long K);
 void rk_rms_norm(const void* x, long x_stride, int x_dtype, const void* weight, int w_dtype, float eps,
                  const float* residual, long residual_stride, void* out, int out_dtype, float* sum, long rows, long size);
 long rk_rotary(void* q, long q_row, long q_heads, void* k, long k_row, long k_heads, int dtype, long head_dim,

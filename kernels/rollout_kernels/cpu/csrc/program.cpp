@@ -47,8 +47,9 @@ struct Entry {
 #define RK_ENTRY(name) {#name, Unpacked<rk_##name>::call, Unpacked<rk_##name>::count}
 
 const Entry kEntries[] = {
-    RK_ENTRY(embedding), RK_ENTRY(linear),       RK_ENTRY(linear_rotary), RK_ENTRY(linear_silu_and_mul), RK_ENTRY(rms_norm),
-    RK_ENTRY(rotary),    RK_ENTRY(silu_and_mul), RK_ENTRY(write_kv),      RK_ENTRY(paged_attention),
+    RK_ENTRY(embedding), RK_ENTRY(linear),       RK_ENTRY(linear_rotary), RK_ENTRY(linear_silu_and_mul),
+    RK_ENTRY(rms_norm),  RK_ENTRY(linear_int8),  RK_ENTRY(rotary),        RK_ENTRY(silu_and_mul),
+    RK_ENTRY(write_kv),  RK_ENTRY(paged_attention),
     RK_ENTRY(lora_shrink), RK_ENTRY(lora_expand),
 };
 
