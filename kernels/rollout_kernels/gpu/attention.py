@@ -284,7 +284,7 @@ def attention_blocks(head_dim: int, group: int, dtype: torch.dtype) -> Attention
         return AttentionBlocks(few_rows, 32, block_d, 8, 2)
     if block_d == 128 or rows == 128:
         return AttentionBlocks(rows, 32, block_d, 8, 2)
-    return AttentionBlocks(rows, 64, block_d, 4, 3)
+    return AttentionBlocks(rows, 64, block_d, 8, 3)  # with 4 warps the scores do not fit into the registers (sm_80)
 
 
 def _num_parts(num_blocks: int, num_kv_heads: int, max_splits: int, workspace: int) -> int:

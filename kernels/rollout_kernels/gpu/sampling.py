@@ -53,8 +53,8 @@ from rollout_kernels.gpu.softmax_row import (
 )
 from rollout_kernels.results import STATUS_NOT_NUMBERS, STATUS_NOTHING_LEFT, STATUS_OK, SampleArguments, SampleResult
 
-_CHUNK_WARPS = 8
-_DRAW_WARPS = 16
+_CHUNK_WARPS = 16
+_DRAW_WARPS = 8
 _ROW_BLOCK = 2048  # logits that the program of a draw looks at side by side
 _LIST_BLOCK = 1024  # and candidates
 _BAN_BLOCK = 128
@@ -233,7 +233,7 @@ def _filtered(
     cut = tl.full((), LOWEST_KEY, tl.int32)
     # Tokens below this weight together weigh less than what top-p drops, so none of them is kept.
     dropped = (1.0 - top_p.to(tl.float64)) * (total.to(tl.float64) / _ONE) / vocab_size * 0.999
-    floor = tl.maximum(tl.maximum(dropped.to(tl.float32), min_p), 1e-38)
+    floor = tl.maximum(tl.maximum(dropped.to(tl.float32), min_p), 1e-37)  # 1e-38 would be a float64
     if k > 0:
         cut = top_k_bound(group_maxima, groups, k, GROUPS)
         floor = tl.full((), -1.0, tl.float32)
