@@ -54,7 +54,7 @@ from rollout_kernels.gpu.softmax_row import (
 from rollout_kernels.results import STATUS_NOT_NUMBERS, STATUS_NOTHING_LEFT, STATUS_OK, SampleArguments, SampleResult
 
 _CHUNK_WARPS = 16
-_DRAW_WARPS = 8
+_DRAW_WARPS = {False: 16, True: 8}  # with bans or without: numbers with which nothing spills
 _ROW_BLOCK = 2048  # logits that the program of a draw looks at side by side
 _LIST_BLOCK = 1024  # and candidates
 _BAN_BLOCK = 128
@@ -470,7 +470,7 @@ def sample(logits: torch.Tensor, arguments: SampleArguments) -> SampleResult:
         *(list_logits, list_ids, token_ids, results, status, num_rows, draws, vocab_size, chunks),
         **constants,
         **_row_constants(vocab_size),
-        num_warps=_DRAW_WARPS,
+        num_warps=_DRAW_WARPS[words is not None],
     )
     return SampleResult(token_ids, *results.unbind(), status)
 
@@ -514,7 +514,7 @@ def ahead_of_time_cases() -> list[KernelCase]:
         cases.append(case(f"sample chunks{bans}", _chunk_kernel, chunk, constants, _CHUNK_WARPS))
         for vocab_size in (128_256,) if banned else (49_152, 128_256, 262_144):
             name, own = f"sample draws{bans} V={vocab_size}", constants | _row_constants(vocab_size)
-            cases.append(case(name, _draw_kernel, draw, own, _DRAW_WARPS))
+            cases.append(case(name, _draw_kernel, draw, own, _DRAW_WARPS[banned]))
     ban = {"banned_start": "*i32", "banned_ids": "*i32", "banned_words": "*i32"}
     ban |= {"num_ids": "i32", "vocab_size": "i32", "words_a_draw": "i32", "BLOCK": "constexpr"}
     pointers = ("banned_start", "banned_ids", "banned_words")
