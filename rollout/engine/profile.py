@@ -60,10 +60,14 @@ class StepProfile:
 def profile(engine: EngineCore) -> Iterator[list[StepProfile]]:
     """Measures what runs inside a `with` block; the list that it yields holds the profile once the block has ended.
 
-    Times the C++ kernels, whichever backend was chosen, in the thread that opens the block.
+    Times the C++ kernels, whichever backend was chosen, in the thread that opens the block. Raises `ValueError` for an
+    engine on a CUDA device or on Triton's kernels: torch's own profiler times those.
     """
     profiles: list[StepProfile] = []
     times, counters, runner = KernelTimes(), engine.counters, engine.executor.worker.runner
+    device, chosen = engine.executor.worker.device, engine.config.kernels
+    if device.type != "cpu" or chosen == "triton":
+        raise ValueError(f"profile times C++ kernels on a CPU, not kernels={chosen!r} on {device}: use torch.profiler")
     steps, tokens, started = counters.num_steps, counters.num_generated_tokens, time.perf_counter()
     runner.times = times
     try:

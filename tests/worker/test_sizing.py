@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.platform.platform import platform_for
 from rollout.worker.sizing import full_step, kv_budget, short_step
 
 
@@ -42,3 +43,10 @@ def test_the_pool_gets_its_share_but_not_more_than_is_free() -> None:
     assert kv_budget(80 * gib, 0.5, 10 * gib, 2 * gib, 70 * gib) == 28 * gib
     assert kv_budget(80 * gib, 0.9, 10 * gib, 2 * gib, 30 * gib) == 28 * gib - (64 << 20)  # others use the device too
     assert kv_budget(80 * gib, 0.1, 10 * gib, 2 * gib, 70 * gib) < 0
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.platform.cuda.unavailable_reason", lambda: "torch was built without CUDA")
+    with pytest.raises(ValueError, match="device='cuda' cannot be used: torch was built without CUDA"):
+        platform_for("cuda")
+    assert platform_for("auto").device.type == platform_for("cpu").device.type == "cpu"
