@@ -233,7 +233,7 @@ def lora_expand(
 
 
 def _refuse_grad(operation: str, *tensors: torch.Tensor) -> None:
-    if _wants_grad(*tensors):
+    if _goes_through_torch(*tensors):
         raise ValueError(f"{operation} has no gradient: call it under torch.no_grad(), or detach its arguments")
 
 
