@@ -116,6 +116,15 @@ RK_INLINE void prefetch_some(Prefetch& ahead) {
   ahead.next += 64 * ahead.lines;
 }
 
+// Keeps the compiler from loading the value again for every use, which would leave the loads the bottleneck.
+template <typename Vector>
+RK_INLINE Vector in_register(Vector x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // One register tile: `Rows` rows of x against `Columns` rows of the weight.
 template <typename Type, int Rows, int Columns>
 RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
@@ -132,7 +141,7 @@ RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
     for (int r = 0; r < Rows; r++) xs[r] = Type::load_full(x[r] + k);
     prefetch_some(ahead);
     for (int c = 0; c < Columns; c++) {
-      typename Type::vector ws = Type::load_full(w[c] + k);
+      typename Type::vector ws = in_register(Type::load_full(w[c] + k));
       for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
     }
   }
@@ -197,12 +206,12 @@ struct Rotation {
   long head_dim, num_columns;  // the first `num_columns` outputs of a row are heads that are rotated
 };
 
-// How the outputs are cut: blocks of rows (whose x stays in the first-level cache) and of columns (whose weights stay in
+// How the outputs are cut: blocks of rows (whose x stays in the second-level cache) and of columns (whose weights stay in
 // the second-level cache while all rows pass), a column block a multiple of `unit`.
 struct Blocking {
   long rows, columns, num_column_blocks, strips, strip;
   Blocking(long T, long N, long row_bytes, long unit, long threads) {
-    rows = (24 * 1024 / row_bytes) / 4 * 4;
+    rows = (96 * 1024 / row_bytes) / 4 * 4;
     rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
     if (T <= 16) rows = 16;
     columns = (256 * 1024 / row_bytes) / unit * unit;
