@@ -233,7 +233,7 @@ def lora_expand(
 
 
 def _refuse_grad(operation: str, *tensors: torch.Tensor) -> None:
-    if _goes_through_torch(*tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(f"{operation} has no gradient: call it under torch.no_grad(), or detach its arguments")
 
 

@@ -16,6 +16,7 @@ from rollout_kernels.gpu.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.gpu.kv_cache import write_kv
 from rollout_kernels.gpu.linear import linear
 from rollout_kernels.gpu.logprobs import token_logprobs, token_logprobs_backward
+from rollout_kernels.gpu.lora import lora_expand, lora_shrink
 from rollout_kernels.gpu.noise import noise_bits
 from rollout_kernels.gpu.norm import rms_norm, rms_norm_backward
 from rollout_kernels.gpu.rotary import rotate_
@@ -33,6 +34,8 @@ __all__ = [
     "linear",
     "linear_rotary",
     "linear_silu_and_mul",
+    "lora_expand",
+    "lora_shrink",
     "name",
     "noise_bits",
     "paged_attention",
