@@ -34,6 +34,7 @@ struct Visit {
   int sequence;
   long group;
   int first_row, end_row;
+  long lowest, highest;  // positions of these rows
 };
 
 long num_queries(const Arguments& a, int sequence) { return a.query_start[sequence + 1] - a.query_start[sequence]; }
@@ -175,8 +176,10 @@ class Worker {
       common = std::min(common, parts[p].shared);
       first = std::min(first, first_group(a_, parts[p]));
     }
+    const auto rows = positions_.begin() + first_rows_[begin], rows_end = positions_.begin() + first_rows_[end];
+    const auto [lowest, highest] = std::minmax_element(rows, rows_end);
     for (long g = std::max(group, first); g < common; g++)
-      visits_.push_back({parts[begin].sequence, g, first_rows_[begin], first_rows_[end]});
+      visits_.push_back({parts[begin].sequence, g, first_rows_[begin], first_rows_[end], *lowest, *highest});
     if (end - begin == 1) return;
     for (int p = begin, next; p < end; p = next) {
       for (next = p + 1; next < end && parts[next].shared > common;) next++;
@@ -186,22 +189,21 @@ class Worker {
 
   void visit(int kv_head, const Visit& now, const Visit* next) {
     const long first_key = now.group * kGroup;
-    long seen = first_seen(a_, positions_[now.first_row]);
-    for (int row = now.first_row; row < now.end_row; row++) seen = std::min(seen, first_seen(a_, positions_[row]));
-    locate_group<Type, Cached>(a_, now.sequence, kv_head, first_key, seen, buffers_, group_);
-    if (next) announce_group<Type, Cached>(a_, next->sequence, kv_head, next->group * kGroup, group_);
+    const bool whole = now.lowest + 1 >= first_key + kGroup && first_seen(a_, now.highest) <= first_key;
+    const int tiles = (int)std::min((now.highest - first_key) / kTile + 1, (long)kGroupTiles);
     int first = now.first_row, end = now.end_row;
-    while (first < end && span(first, first_key).end <= span(first, first_key).first) first++;
-    while (first < end && span(end - 1, first_key).end <= span(end - 1, first_key).first) end--;
-    int keys = 0;
-    for (int row = first; row < end; row++) keys = std::max(keys, span(row, first_key).end);
-    const int tiles = (keys + kTile - 1) / kTile;
+    while (!whole && first < end && !sees(first, first_key)) first++;
+    while (!whole && first < end && !sees(end - 1, first_key)) end--;
+    locate_group<Type, Cached>(a_, now.sequence, kv_head, first_key, first_seen(a_, now.lowest), tiles, buffers_, group_);
+    if (next) announce_group<Type, Cached>(a_, next->sequence, kv_head, next->group * kGroup, group_);
     switch (a_.padded_dim) {
-      case 64: attend_rows<64>(first_key, first, end, tiles); break;
-      case 128: attend_rows<128>(first_key, first, end, tiles); break;
-      default: attend_rows<0>(first_key, first, end, tiles);
+      case 64: attend_batches<64>(first_key, first, end, tiles, whole); break;
+      case 128: attend_batches<128>(first_key, first, end, tiles, whole); break;
+      default: attend_batches<0>(first_key, first, end, tiles, whole);
     }
   }
+
+  bool sees(int row, long first_key) const { return span(row, first_key).first < span(row, first_key).end; }
 
   // What the row sees of the group at `first_key`.
   Span span(int row, long first_key) const {
@@ -211,14 +213,21 @@ class Worker {
   }
 
   template <int Dim>
-  void attend_rows(long first_key, int first, int end, int tiles) {
+  void attend_batches(long first_key, int first, int end, int tiles, bool whole) {
+    for (int row = first; row < end; row += kBatchRows)
+      attend_rows<Dim>(first_key, row, std::min(row + kBatchRows, end), tiles, whole);
+  }
+
+  template <int Dim>
+  void attend_rows(long first_key, int first, int end, int tiles, bool whole) {
     const bool adjusted = a_.soft_cap > 0 || a_.key_scales;
     const float scale = (a_.soft_cap > 0 ? 1.0f : a_.scale) * kLog2e;
+    rows_.begin_batch(first);
     multiply_rows<Type, Dim, false>(group_, rows_, first, end, a_.padded_dim, tiles);
-    for (int row = first; row < end; row++) {
+    for (int row = first; row < end && (adjusted || !whole); row++) {
       const Span seen = span(row, first_key);
       if (adjusted || seen.first > 0 || seen.end < kGroup)
-        adjust_scores(a_, group_, rows_.scores.data() + row * kGroup, seen);
+        adjust_scores(a_, group_, rows_.scores(row), seen);
     }
     raise_maxima(rows_, first, end, scale);
     weigh_scores(group_, rows_, first, end, scale, a_.value_scales != nullptr);

@@ -7,7 +7,8 @@
 #pragma once
 #include "attention_tiles.h"
 
-constexpr int kRows = 6;              // query rows in registers at once
+constexpr int kRows = 6;        // query rows in registers at once
+constexpr int kBatchRows = 24;  // query rows between whose scores and values the group stays in the first-level cache
 constexpr float kMasked = -__builtin_inff();
 constexpr float kNothingSeen = -1e30f;  // finite, so that a difference of two is a number
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
@@ -57,15 +58,26 @@ RK_INLINE v16f exp2_nonpositive(v16f t) {
 #endif
 }
 
-// The largest lane in every lane.
-RK_INLINE v16f spread_max(v16f v) {
+typedef float v4f __attribute__((vector_size(16)));
+
+RK_INLINE v4f load_four(const float* p) {
+  v4f v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// The largest lane of each of four vectors.
+RK_INLINE v4f largest_lanes(const v16f* v) {
 #if defined(__AVX512F__)
-  const __m512 a = _mm512_max_ps((__m512)v, _mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e));
-  const __m512 b = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, 0xb1));
-  const __m512 c = _mm512_max_ps(b, _mm512_permute_ps(b, 0x4e));
-  return (v16f)_mm512_max_ps(c, _mm512_permute_ps(c, 0xb1));
+  auto merge = [](v16f x, v16f y) {  // in each quarter: two lanes of x and y in turn
+    return _mm512_max_ps(_mm512_unpacklo_ps((__m512)x, (__m512)y), _mm512_unpackhi_ps((__m512)x, (__m512)y));
+  };
+  const __m512d a = (__m512d)merge(v[0], v[1]), b = (__m512d)merge(v[2], v[3]);
+  const __m512 four = _mm512_max_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  const __m512 half = _mm512_max_ps(four, _mm512_shuffle_f32x4(four, four, 0x4e));
+  return (v4f)_mm512_castps512_ps128(_mm512_max_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
 #else
-  return splat(horizontal_max(v));
+  return v4f{horizontal_max(v[0]), horizontal_max(v[1]), horizontal_max(v[2]), horizontal_max(v[3])};
 #endif
 }
 
@@ -82,18 +94,27 @@ RK_INLINE v16f cap_softly(v16f x, float soft_cap) {
 template <typename Type>
 struct Rows {
   typedef typename Type::element element;
-  std::vector<element> q;
-  std::vector<float> maximum, total, out;
-  std::vector<float> scores, factor;
-  std::vector<element> probabilities;
+  Buffer<element> q;
+  Buffer<float> maximum, total, out;
+  Buffer<float> factor;
   Rows(long count, long padded_dim)
       : q(count * padded_dim),
-        maximum(count),
+        maximum(count + kTile),
         total(count * kTile),
         out(count * padded_dim),
-        scores(count * kGroup),
         factor(count + kTile),
-        probabilities(count * kGroup) {}
+        scores_(kBatchRows * kGroup),
+        probabilities_(kBatchRows * kGroup) {}
+
+  // Of up to `kBatchRows` rows, the first of which is named here.
+  void begin_batch(int first) { first_ = first; }
+  float* scores(int row) { return scores_.data() + (row - first_) * kGroup; }
+  element* probabilities(int row) { return probabilities_.data() + (row - first_) * kGroup; }
+
+ private:
+  Buffer<float> scores_;
+  Buffer<element> probabilities_;
+  int first_ = 0;
 };
 
 // The keys of a group that a row sees.
@@ -107,7 +128,7 @@ void score_rows(const Group<Type>& group, Rows<Type>& rows, int row, long padded
   const long dim = Dim ? Dim : padded_dim;
   constexpr int inner = Type::inner;
   const typename Type::element* q = rows.q.data() + row * dim;
-  float* scores = rows.scores.data() + row * kGroup;
+  float* scores = rows.scores(row);
   if (tiles == kGroupTiles) {
     v16f acc[Count][kGroupTiles];
     for (int r = 0; r < Count; r++)
@@ -149,13 +170,18 @@ void adjust_scores(const Arguments& a, const Group<Type>& group, float* scores, 
 // shrinks what they have met before.
 template <typename Type>
 void raise_maxima(Rows<Type>& rows, int first, int end, float scale) {
-  for (int row = first; row < end; row++) {
-    const float* s = rows.scores.data() + row * kGroup;
-    const v16f largest = spread_max(vmax(vmax(load(s), load(s + kTile)), vmax(load(s + 2 * kTile), load(s + 3 * kTile))));
-    const v16f old = splat(rows.maximum[row]);
-    const v16f maximum = vmax(largest * scale, old);
-    rows.maximum[row] = maximum[0];
-    rows.factor[row] = (old - maximum)[0];
+  for (int row = first; row < end; row += 4) {
+    const int count = end - row < 4 ? end - row : 4;
+    v16f largest[4];
+    for (int r = 0; r < 4; r++) {
+      const float* s = rows.scores(row + (r < count ? r : 0));
+      largest[r] = vmax(vmax(load(s), load(s + kTile)), vmax(load(s + 2 * kTile), load(s + 3 * kTile)));
+    }
+    const v4f old = load_four(rows.maximum.data() + row), maximum = largest_lanes(largest) * scale;
+    const v4f raised = maximum > old ? maximum : old;
+    const v4f fall = old - raised;
+    memcpy(rows.maximum.data() + row, &raised, count * sizeof(float));
+    memcpy(rows.factor.data() + row, &fall, count * sizeof(float));
   }
   for (int row = first; row < end; row += kTile) {
     float* factor = rows.factor.data() + row;
@@ -170,12 +196,12 @@ void weigh_scores(const Group<Type>& group, Rows<Type>& rows, int first, int end
     const v16f maximum = splat(rows.maximum[row]);
     v16f p[kGroupTiles];
     for (int t = 0; t < kGroupTiles; t++)
-      p[t] = exp2_nonpositive<Type>(load(rows.scores.data() + row * kGroup + t * kTile) * scale - maximum);
+      p[t] = exp2_nonpositive<Type>(load(rows.scores(row) + t * kTile) * scale - maximum);
     float* total = rows.total.data() + row * kTile;
     store(total, load(total) * rows.factor[row] + ((p[0] + p[1]) + (p[2] + p[3])));
     for (int t = 0; t < kGroupTiles; t++) {
       if (quantised) p[t] = p[t] * load(group.value_scales + t * kTile);
-      store(rows.probabilities.data() + row * kGroup + t * kTile, p[t]);
+      store(rows.probabilities(row) + t * kTile, p[t]);
     }
   }
 }
@@ -184,7 +210,7 @@ void weigh_scores(const Group<Type>& group, Rows<Type>& rows, int first, int end
 template <typename Type, int Count, int Vectors>
 RK_INLINE void add_vectors(const Group<Type>& group, Rows<Type>& rows, int row, long dim, long first_dim, int tiles) {
   constexpr int inner = Type::inner;
-  const typename Type::element* probabilities = rows.probabilities.data() + row * kGroup;
+  const typename Type::element* probabilities = rows.probabilities(row);
   float* out = rows.out.data() + row * dim + first_dim;
   v16f acc[Count][Vectors];
   for (int r = 0; r < Count; r++)

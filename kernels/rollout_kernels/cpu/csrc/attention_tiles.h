@@ -6,8 +6,9 @@
 // pairs, and a scale for each key: integers of this size are exact in bfloat16, and the scales meet the scores and the
 // probabilities, so that nothing is rounded on the way.
 #pragma once
+#include <cstdlib>
+#include <memory>
 #include <type_traits>
-#include <vector>
 
 #include "simd.h"
 
@@ -43,6 +44,18 @@ struct Float32 {
   static inline __attribute__((always_inline)) v16f multiply_add(v16f acc, const float* left, const float* right) {
     return acc + left[0] * load(right);
   }
+};
+
+// Scratch memory that starts with a cache line, so that no vector of it lies in two. Its contents are undefined.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(long count) : memory_((T*)aligned_alloc(64, (count * sizeof(T) + 64) / 64 * 64), free) {}
+  T* data() { return memory_.get(); }
+  T& operator[](long i) { return memory_.get()[i]; }
+
+ private:
+  std::unique_ptr<T[], void (*)(void*)> memory_;
 };
 
 struct Arguments {
@@ -82,8 +95,8 @@ struct Group {
 // Memory for tiles that cannot be used where they lie.
 template <typename Type, typename Cached>
 struct TileBuffers {
-  std::vector<Cached> gathered;                  // tiles in the cache's own layout
-  std::vector<typename Type::element> unpacked;  // quantised tiles in the layout of the products
+  Buffer<Cached> gathered;                  // tiles in the cache's own layout
+  Buffer<typename Type::element> unpacked;  // quantised tiles in the layout of the products
   explicit TileBuffers(long padded_dim)
       : gathered(2 * kGroup * padded_dim), unpacked(std::is_same_v<Cached, int8_t> ? 2 * kGroup * padded_dim : 0) {}
 };
@@ -121,15 +134,21 @@ void gather_tile(const Arguments& a, int sequence, int kv_head, long start, long
   }
 }
 
+RK_INLINE v16f load_integers(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  v16f v;
+  for (int i = 0; i < 16; i++) v[i] = p[i];
+  return v;
+#endif
+}
+
 // The integers of a quantised tile, exact, in the layout of the products.
 static inline void unpack_tile(const int8_t* keys, const int8_t* values, long padded_dim, bf16* out_keys, bf16* out_values) {
-  typedef int8_t v16b __attribute__((vector_size(16)));
   for (long i = 0; i < kTile * padded_dim; i += kTile) {
-    v16b k, v;
-    memcpy(&k, keys + i, sizeof k);
-    memcpy(&v, values + i, sizeof v);
-    store(out_keys + i, __builtin_convertvector(__builtin_convertvector(k, v16i), v16f));
-    store(out_values + i, __builtin_convertvector(__builtin_convertvector(v, v16i), v16f));
+    store(out_keys + i, load_integers(keys + i));
+    store(out_values + i, load_integers(values + i));
   }
 }
 static inline void unpack_tile(const int8_t* keys, const int8_t* values, long padded_dim, float* out_keys,
@@ -141,15 +160,15 @@ static inline void unpack_tile(const int8_t* keys, const int8_t* values, long pa
     }
 }
 
-// Fills in the tiles of the group at `first_key`. Those that lie whole and valid in the cache are used in place; the
+// Fills in the first tiles of the group at `first_key`. Those that lie whole and valid in the cache are used in place; the
 // others (odd block sizes, the end of the sequence) are gathered. Keys below `first_seen` are seen by no row and not read.
 template <typename Type, typename Cached>
 void locate_group(const Arguments& a, int sequence, int kv_head, long first_key, long first_seen,
-                  TileBuffers<Type, Cached>& buffers, Group<Type>& group) {
+                  int tiles, TileBuffers<Type, Cached>& buffers, Group<Type>& group) {
   typedef typename Type::element element;
   const long tile_elements = kTile * a.padded_dim;
   const long num_keys = a.seq_lens[sequence];
-  for (int t = 0; t < kGroupTiles; t++) {
+  for (int t = 0; t < tiles; t++) {
     const long start = first_key + t * kTile;
     const long end = start + kTile < num_keys ? start + kTile : num_keys;
     const bool in_place = a.block_size % kTile == 0 && end == start + kTile && end > first_seen;
