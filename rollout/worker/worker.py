@@ -60,8 +60,11 @@ class Worker:
         self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in self.model.buffers()))
         self.quantized: QuantizedWeights | None = None
         if config.quantization == "int8":
-            if self._on_gpu:
-                raise ValueError(f"quantization='int8' is not supported on {self.device}: give device='cpu'")
+            if self._on_gpu or self._runs_triton:
+                raise ValueError(
+                    f"quantization='int8' is not supported on {self.device} with {kernels.name} kernels: give "
+                    "device='cpu' and kernels 'auto', 'cpu' or 'reference'"
+                )
             self.quantized = QuantizedWeights(self.model)
             self.ledger.register("quantized_weights", self.quantized.slab)
         self.reload_weights(on_tensor)
@@ -264,7 +267,7 @@ class Worker:
         quantised = self.config.kv_cache_dtype == "int8"
         dtype = torch.int8 if quantised else self.dtype
         keys, values = rollout_kernels.kv_cache_shapes(
-            *(num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype), self._kv_layout
+            num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype, self._kv_layout
         )
         scales = rollout_kernels.kv_scale_shape(num_blocks, block_size, model.num_key_value_heads)
         return [(keys, dtype), (values, dtype), *([(scales, torch.float32)] * 2 if quantised else [])]

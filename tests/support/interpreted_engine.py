@@ -22,9 +22,18 @@ from rollout.platform.cpu import CpuPlatform
 from rollout.worker.device_slab import StorageSlab
 from rollout.worker.graphs import DecodeGraphs
 
-# Bytes of 7 blocks (of 8 tokens, in tiles of 16): 2 layers, keys and values, 2 heads of 16 float32 values.
-_TINY_POOL = 7 * 16 * 2 * 2 * 2 * 16 * 4
+# Bytes of 7 blocks (of 8 tokens, in tiles of 16) of one layer: keys and values, 2 heads of 16 float32 values.
+_TINY_POOL = 7 * 16 * 2 * 2 * 16 * 4
 ENGINE: dict[str, Any] = {"block_size": 8, "max_num_seqs": 12, "kv_cache_memory": "4MiB", "max_model_len": 96}
+
+
+class MovingSlab(StorageSlab):
+    """Comes back elsewhere for sure: something else has taken its place."""
+
+    def resume(self) -> None:
+        if self.resident_bytes() == 0:
+            self.in_its_place = torch.empty(self.num_bytes, dtype=torch.uint8)
+        super().resume()
 
 
 class CudaLikePlatform(CpuPlatform):
@@ -44,7 +53,7 @@ class CudaLikePlatform(CpuPlatform):
         return 1 << 20
 
     def memory(self, owner: str, num_bytes: int, huge_pages: bool = True) -> StorageSlab:  # type: ignore[override]
-        return StorageSlab(owner, num_bytes, self.device)
+        return MovingSlab(owner, num_bytes, self.device)
 
 
 def prompts() -> list[list[int]]:
@@ -114,14 +123,9 @@ def tokens_and_bits(folder: Path) -> dict[str, Any]:
 def preempted(folder: Path) -> dict[str, Any]:
     """A pool that is too small for all: requests are swapped to the host, or computed again."""
     found: dict[str, Any] = {}
-    for mode, options in (("swap", {"swap_space": "4MiB"}), ("recompute", {})):
-        llm = LLM(
-            folder,
-            **(ENGINE | {"kv_cache_memory": _TINY_POOL}),
-            kernels="triton",
-            preemption_mode=mode,
-            **options,
-        )
+    for mode, swap_space in (("swap", "4MiB"), ("recompute", 0)):
+        options: dict[str, Any] = ENGINE | {"kv_cache_memory": _TINY_POOL, "swap_space": swap_space}
+        llm = LLM(folder, kernels="triton", preemption_mode=mode, **options)
         params = [SamplingParams(max_tokens=12, seed=index, ignore_eos=True) for index in range(3)]
         samples = plain(llm.generate(prompts()[1:4], params, use_tqdm=False))
         found[mode] = {"samples": samples, "preemptions": llm.engine.scheduler.stats().num_preemptions}
@@ -155,6 +159,7 @@ def life(folder: Path) -> dict[str, Any]:
     found["receipt"] = llm.reload_weights().parameters_fingerprint
     found["moved"] = addresses != [tensor.data_ptr() for tensor in llm.engine.parameters().values()]
     found["after level 2"] = run()
+    found["scores"] = [output.logprobs.tolist() for output in llm.score(prompts()[2:4], use_tqdm=False)]
     shared = llm.shared_model()
     with torch.no_grad():
         for parameter in shared.parameters():
@@ -165,19 +170,23 @@ def life(folder: Path) -> dict[str, Any]:
     found["shared"] = {"bytes_copied": update.receipt.bytes_copied, "version": llm.policy_version}
     found["after update"] = run()
     found["kept at 2"] = llm.sleep(2).released
-    llm.wake_up()
-    found["scores"] = [output.logprobs.tolist() for output in llm.score(prompts()[2:4], use_tqdm=False)]
     return found
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    reference = LLM(folder, kernels="reference", **ENGINE)
+    """Arguments: the folders of a model of two layers and of one layer."""
+    two_layers, one_layer = (Path(argument) for argument in sys.argv[1:])
+    reference = LLM(one_layer, kernels="reference", **ENGINE)
+    receipt = reference.receipt
+    assert receipt is not None
     found = {
-        "bits": tokens_and_bits(folder),
-        "preempted": preempted(folder),
-        "life": life(folder),
-        "receipt": reference.receipt.parameters_fingerprint if reference.receipt else None,
+        "bits": tokens_and_bits(two_layers),
+        "preempted": preempted(one_layer),
+        "life": life(one_layer),
+        "reference": {
+            "receipt": receipt.parameters_fingerprint,
+            "scores": [output.logprobs.tolist() for output in reference.score(prompts()[2:4], use_tqdm=False)],
+        },
     }
     print(json.dumps(found))
 
