@@ -214,15 +214,22 @@ struct Blocking {
     rows = (96 * 1024 / row_bytes) / 4 * 4;
     rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
     if (T <= 16) rows = 16;
-    columns = (256 * 1024 / row_bytes) / unit * unit;
-    columns = columns < unit ? unit : columns;
-    const long share = round_up((N + threads - 1) / threads, unit);
-    if (columns > share) columns = share;
+    const long most = (256 * 1024 / row_bytes) / unit > 1 ? (256 * 1024 / row_bytes) / unit : 1;
+    columns = most * unit;
+    // Smaller blocks where that lets the threads end together.
+    for (long units = most - 1; 2 * units >= most && units > 0; units--)
+      if (longest_share(N, units * unit, threads) < longest_share(N, columns, threads)) columns = units * unit;
     num_column_blocks = (N + columns - 1) / columns;
-    // Many rows and few column blocks: also split the rows, in strips of whole row blocks.
+    // Many rows: also split those, in strips of whole row blocks.
     strips = 1;
-    while (threads > 1 && num_column_blocks * strips < threads * 2 && T / (strips * 2) >= rows) strips *= 2;
+    while (threads > 1 && num_column_blocks * strips < threads * 8 && T / (strips * 2) >= rows) strips *= 2;
     strip = round_up((T + strips - 1) / strips, rows);
+  }
+
+  // Columns of the thread that has most of them, when the threads take turns.
+  static long longest_share(long N, long columns, long threads) {
+    const long blocks = (N + columns - 1) / columns;
+    return (blocks + threads - 1) / threads * columns;
   }
 
   // Calls `body(row, rows_end, column, columns_end)` for the blocks of an item, one block of columns in a strip of rows.
