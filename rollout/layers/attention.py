@@ -7,7 +7,7 @@ from torch import nn
 
 import rollout_kernels
 from rollout.layers.gather import take_rows
-from rollout.worker.batch import ForwardBatch, SharedRows
+from rollout.worker.batch import ForwardBatch, LastRows, SharedRows
 
 
 class Attention(nn.Module):
@@ -22,15 +22,20 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         self.scale = head_dim**-0.5
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q: [T, Hq, D]; k, v: [T, Hkv, D] -> [T, Hq, D]."""
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, only: LastRows | None = None
+    ) -> torch.Tensor:
+        """q: [T, Hq, D]; k, v: [T, Hkv, D] -> [T, Hq, D], or [R, Hq, D] with `only` R rows of the queries."""
         paged = batch.paged
         if paged is None:
             return self._packed(q, k, v, batch.query_start, batch.shared)
         cache = paged.kv_caches[self.layer_index]
         rollout_kernels.write_kv(k, v, cache, paged.slot_mapping)
+        query_start = batch.query_start
+        if only is not None:
+            q, query_start = q[only.rows], only.query_start
         out = rollout_kernels.paged_attention(
-            q, cache, paged.block_tables, batch.query_start, paged.seq_lens, paged.block_size, self.scale
+            q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale
         )
         assert isinstance(out, torch.Tensor)  # a pair only where the log-sum-exp is asked for
         return out

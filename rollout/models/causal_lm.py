@@ -49,7 +49,10 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """input_ids, positions: int64 [T] -> final normalised hidden states [T, hidden] in the model's dtype."""
+        """input_ids, positions: int64 [T] -> final normalised hidden states [T, hidden] in the model's dtype.
+
+        With `batch.last_rows` set it may return those rows alone.
+        """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden] -> float32 [R, vocab]; never rounded to the model's dtype."""

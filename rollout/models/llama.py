@@ -14,7 +14,7 @@ from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm import RMSNorm
 from rollout.layers.rotary import RopeConfig, RotaryEmbedding, parse_rope
 from rollout.models.causal_lm import CausalLM, ModelShape
-from rollout.worker.batch import ForwardBatch
+from rollout.worker.batch import ForwardBatch, LastRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,11 @@ class LlamaAttention(nn.Module):
         self.attention = Attention(layer_index, head_dim)
         self.rotary = (rotary,)  # shared by all layers; in a tuple, so that it is registered once, in LlamaModel
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, only: LastRows | None
+    ) -> torch.Tensor:
         q, k, v = self.rotary[0].project(self.qkv, x, positions, self.num_heads, self.num_kv_heads)
-        return self.o_proj(self.attention(q, k, v, batch).flatten(1))
+        return self.o_proj(self.attention(q, k, v, batch, only).flatten(1))
 
 
 class LlamaMLP(nn.Module):
@@ -107,11 +109,19 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: ForwardBatch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: ForwardBatch,
+        only: LastRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: float32 [T, hidden], the last block's output, not yet added to `residual`. Returns the next such pair."""
+        """x: float32 [T, hidden], the last block's output, not yet added to `residual`. Returns the next such pair, of
+        all rows or of `only` some."""
         normed, summed = self.input_layernorm(x, residual)
-        attended = self.self_attn(normed, positions, batch)
+        attended = self.self_attn(normed, positions, batch, only)
+        if only is not None:
+            summed = summed[only.rows]
         normed, summed = self.post_attention_layernorm(attended, summed)
         return self.mlp(normed), summed
 
@@ -128,8 +138,9 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, positions, batch)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, positions, batch, batch.last_rows if index == last else None)
         return self.norm(x, residual)[0]
 
 

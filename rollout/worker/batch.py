@@ -34,15 +34,26 @@ class SharedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LastRows:
+    """The rows whose hidden states are wanted at the end: the last of some sequences, in the sequences' order."""
+
+    rows: torch.Tensor  # int64 [R]
+    query_start: torch.Tensor  # int32 [S + 1], where each sequence's wanted row, if it has one, begins among the R
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """S sequences with T tokens in all, one after another. `query_start`: int32 [S + 1], first token of each.
 
     With `shared` set the model gets fewer rows, and `query_start` counts those of the layout that `shared` describes.
+    With `last_rows` set only these rows matter after the last layer's keys and values are written: a model may compute
+    no more than them there, and return hidden states [R, hidden] in place of [T, hidden].
     """
 
     query_start: torch.Tensor
     paged: PagedContext | None = None
     shared: SharedRows | None = None
+    last_rows: LastRows | None = None
 
     @classmethod
     def packed(cls, query_start: torch.Tensor, shared: SharedRows | None = None) -> ForwardBatch:

@@ -11,7 +11,7 @@ import rollout_kernels
 from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
 from rollout.models.causal_lm import CausalLM
 from rollout.sampling.sampler import sample_rows
-from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
+from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StepInputs, fetch
@@ -47,11 +47,18 @@ class Runner:
         logits = self._replay(plan)
         if logits is not None:
             return self._sample(plan, logits, [draw.sequence_index for draw in plan.draws])
-        hidden = self._forward(plan.sequences)
-        ends = np.cumsum([len(sequence.token_ids) for sequence in plan.sequences])
-        result = self._draw(plan, hidden, ends)
-        self._score(plan, hidden, ends, result)
-        return result
+        if any(sequence.target_token_ids for sequence in plan.sequences):
+            hidden = self._forward(plan.sequences, None)
+            ends = np.cumsum([len(sequence.token_ids) for sequence in plan.sequences])
+            result = self._draw(plan, hidden, ends - 1)
+            self._score(plan, hidden, ends, result)
+            return result
+        # Without draws (a chunk in the middle of a prompt) the model still needs some row to end with.
+        wanted = sorted({draw.sequence_index for draw in plan.draws}) or [0]
+        hidden = self._forward(plan.sequences, wanted)
+        rows = np.zeros(len(plan.sequences), np.int64)
+        rows[wanted] = np.arange(len(wanted))
+        return self._draw(plan, hidden, rows)
 
     def _replay(self, plan: SchedulePlan) -> torch.Tensor | None:
         """Logits of every sequence of a plan that a recorded decode step can compute, otherwise None."""
@@ -74,8 +81,8 @@ class Runner:
         if plan.block_copies:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
 
-    def _forward(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
-        """Final hidden states of every scheduled token, [T, hidden]."""
+    def _forward(self, sequences: list[ScheduledSequence], wanted: list[int] | None) -> torch.Tensor:
+        """Final hidden states of every scheduled token, [T, hidden], or of the last token of the `wanted` sequences."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
         counts = np.asarray(lengths, np.int64)
@@ -92,20 +99,28 @@ class Runner:
         slot_mapping = blocks * slots_per_block + positions % self.block_size
 
         seq_lens = (starts + counts).astype(np.int32)
-        ids, places, slots, tables, keys, first = self.inputs.send(
-            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start]
+        ends = counts.cumsum() if wanted is None else counts.cumsum()[wanted]
+        last_start = np.zeros(len(sequences) + 1, np.int32)
+        last_start[1:] = np.cumsum(np.isin(np.arange(len(sequences)), wanted or ()))
+        ids, places, slots, tables, keys, first, last, last_first = self.inputs.send(
+            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, ends - 1, last_start]
         )
         paged = PagedContext(self.kv_caches, tables, keys, slots, self.block_size)
-        return self.model(ids, places, ForwardBatch(query_start=first, paged=paged))
+        if wanted is None:
+            return self.model(ids, places, ForwardBatch(query_start=first, paged=paged))
+        batch = ForwardBatch(query_start=first, paged=paged, last_rows=LastRows(last, last_first))
+        hidden = self.model(ids, places, batch)
+        return hidden if len(hidden) == len(wanted) else hidden[last]
 
-    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray) -> StepResult:
+    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, row_of: np.ndarray) -> StepResult:
+        """Draws from the hidden state `row_of[i]` of the sequence with index i."""
         if not plan.draws:
             return _empty_result()
         drawn = sorted({draw.sequence_index for draw in plan.draws})
-        row_of = {sequence_index: row for row, sequence_index in enumerate(drawn)}
-        (last_tokens,) = self.inputs.send([ends[drawn] - 1])
-        logits = self.model.compute_logits(hidden[last_tokens])  # float32 [R, vocab]
-        return self._sample(plan, logits, [row_of[draw.sequence_index] for draw in plan.draws])
+        rows = {sequence_index: row for row, sequence_index in enumerate(drawn)}
+        (used,) = self.inputs.send([row_of[drawn]])
+        logits = self.model.compute_logits(hidden[used])  # float32 [R, vocab]
+        return self._sample(plan, logits, [rows[draw.sequence_index] for draw in plan.draws])
 
     def _sample(self, plan: SchedulePlan, logits: torch.Tensor, rows: list[int]) -> StepResult:
         """One token for each draw of the plan, from row `rows[i]` of the logits."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rollout_kernels as rk
+from rollout_kernels.cpu.program import Workspace, record
 from tests.support.kernels import (
     BACKENDS,
     DTYPES,
@@ -122,3 +123,23 @@ def test_wrong_arguments_are_named() -> None:
         rk.lora_expand(randn(2, 3), randn(1, 5, 3), ids, randn(2, 5), torch.ones(2))
     with pytest.raises(ValueError, match="lora_shrink has no gradient"):
         rk.lora_shrink(randn(2, 8).requires_grad_(), randn(1, 3, 8), ids)
+
+
+def test_a_recorded_program_follows_new_adapter_ids() -> None:
+    x, a, b = randn(3, 24, seed=1), randn(4, 8, 24, seed=2), randn(4, 40, 8, seed=3)
+    ids, out, scales = mixed_ids(3), torch.zeros(3, 40), torch.ones(4)
+
+    def forward() -> torch.Tensor:
+        y = rk.lora_shrink(x, a, ids)
+        rk.lora_expand(y, b, ids, out, scales)
+        return y
+
+    y, program = record(forward, Workspace(torch.empty(1 << 12, dtype=torch.uint8)))
+    ids.copy_(torch.tensor([3, -1, 2], dtype=torch.int32))
+    out.zero_()
+    program.replay()
+    expected_out = torch.zeros(3, 40)
+    expected_y = rk.lora_shrink(x, a, ids)
+    rk.lora_expand(expected_y, b, ids, expected_out, scales)
+    assert_same_bits(y, expected_y)
+    assert_same_bits(out, expected_out)

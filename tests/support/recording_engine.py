@@ -45,7 +45,9 @@ class RecordingEngine:
             self.tensors[HEAD] = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
         self._ties = {HEAD: EMBED} if tied else {}
         self.rotary = torch.randn(32, 8, generator=generator)
-        self.copied: dict[str, torch.Tensor] = {}  # of the embedding, made by `post_process` unless a test forbids it
+        self.copied: dict[
+            str, torch.Tensor
+        ] = {}  # of the embedding, which a test puts there and keeps up to date or not
         self.fail_at = fail_at
         self.calls: list[str] = []
         self.policy_version = 0

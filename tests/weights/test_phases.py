@@ -19,6 +19,7 @@ from rollout.errors import (
 from rollout.weights.transaction import Phase, PolicyUpdate
 from tests.support.recording_engine import (
     COMPLETE,
+    EMBED,
     NAMES,
     InjectedError,
     RecordingEngine,
@@ -63,6 +64,17 @@ def test_a_fault_after_writing_leaves_the_engine_unusable(step: str):
         _ = update.receipt
     assert f"InjectedError: {step}" in str(engine.unusable)
     assert_unusable_until_a_complete_update(engine)
+
+
+def test_copies_that_are_not_those_of_the_new_parameters_leave_the_engine_unusable():
+    engine = RecordingEngine()
+    engine.copied = {"int8.embed": engine.tensors[EMBED].clone()}
+    with pytest.raises(FingerprintMismatchError, match=r"copies of parameters .*: int8\.embed"):
+        run_update(engine, new_policy(engine))
+    engine.copied = {"int8.embed": engine.tensors[EMBED]}
+    assert_unusable_until_a_complete_update(engine)
+    assert engine.receipt is not None
+    assert engine.receipt.copies == {"int8.embed": engine.receipt.tensors[EMBED]}
 
 
 @pytest.mark.parametrize("count", range(len(NAMES) + 1))

@@ -36,6 +36,20 @@ def _receipt(version: int = 0, **changes: torch.Tensor) -> Receipt:
     return make_receipt(version, parameters, TIED, buffers)
 
 
+def test_copies_are_part_of_the_fingerprint_and_named_where_they_change():
+    parameters, buffers = _memory()
+    copies = {"int8.embed.values": torch.arange(64, dtype=torch.uint8)}
+    receipt = make_receipt(4, parameters, TIED, buffers, copies=copies)
+    plain = make_receipt(4, parameters, TIED, buffers)
+    assert receipt.fingerprint != plain.fingerprint
+    assert receipt.parameters_fingerprint == plain.parameters_fingerprint
+    verify_receipt(receipt, parameters, TIED, buffers, copies)
+    assert changed_tensors(receipt, parameters, TIED, buffers) == ["int8.embed.values"]
+    copies["int8.embed.values"][5] ^= 1
+    with pytest.raises(StaleWeightsError, match=r"1 tensors .*: int8\.embed\.values"):
+        verify_receipt(receipt, parameters, TIED, buffers, copies)
+
+
 def test_the_same_memory_gives_the_same_receipt():
     assert _receipt() == _receipt()
     assert len(_receipt().id) == 12

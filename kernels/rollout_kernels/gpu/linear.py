@@ -1,15 +1,17 @@
-"""out = x @ weight^T + bias: a persistent matrix product whose rows have the same bits whatever the number of rows.
+"""out = x @ weight^T + bias: a persistent matrix product in which every number has the same bits in any company.
 
-A dot product runs over K in tiles of `depth`, in order, in one float32 accumulator; K is never split over blocks. The
-shape of a tile decides which matrix instruction the compiler takes (on sm_90 a tile of fewer than 64 rows would get
-`mma.sync` in place of `wgmma`), and nobody promises that two instructions add up in the same order. So a tile's shape
-depends on N and the dtype alone, never on the number of rows.
+A dot product runs over K in steps of one depth, in order, in one float32 accumulator; K is never split over blocks.
+Which matrix instruction the compiler takes follows from the shape of a tile, and nobody promises that two instructions
+add up in the same order. So all tiles of a dtype are made of one: `wgmma` of 64 x 64 on sm_90, `mma.sync` of 16 x 8 on
+sm_80 (`test_linear_instructions.py` looks at the compiled kernels). The tile is 64 rows high whatever the number of
+rows, and 64 or 128 columns wide, with one group of four warps for each 64. Hence a row does not depend on the batch,
+nor a column on the weights that were merged beside it.
 
-One height must then serve decode and prefill: 64 rows. With few rows the product is bound by reading the weight: an
-H100 moves 3.35 TB/s, and 64 rows ask of it 64 multiply-adds for each weight of two bytes, 214 TFLOP/s of its 989; an
-A100 at 2.0 TB/s, 131 of its 312. So a step of 1 to 64 sequences takes the time of reading the weight, as with 16 rows,
-and rows that are not there cost no traffic, since their loads are masked. With many rows, tiles of 64 x 256 do 51
-multiply-adds for each byte they fetch from the L2 cache, where the common 128 x 128 does 64.
+One height serves decode and prefill. With few rows the product is bound by reading the weight: an H100 moves 3.35 TB/s,
+and 64 rows ask of it 64 multiply-adds for each weight of two bytes, 214 TFLOP/s of its 989; an A100 at 2.0 TB/s, 131 of
+its 312. So a step of 1 to 64 sequences should take the time of reading the weight, as with tiles of 16 rows; rows that
+are not there cost no traffic, since their loads are masked. The price is paid with many rows: 64 x 128 tiles do 43
+operations for each byte from the L2 cache, where 128 x 128 would do 64.
 """
 
 from __future__ import annotations
@@ -44,17 +46,13 @@ class Tiles:
 def tiles_for(columns: int, dtype: torch.dtype) -> Tiles:
     """The tiles of a weight [columns, K]: narrow ones where wide ones would leave most of the device idle.
 
-    An H100 has 132 multiprocessors. A weight of 4,096 rows makes 64 tiles of 64 columns, one of 28,672 rows 112 of 256.
+    An H100 has 132 multiprocessors; a weight of 4,096 rows makes 64 narrow tiles for a batch of up to 64.
     """
     if dtype is torch.float32:  # no tensor cores: these round to 10 bits
         return Tiles(rows=64, columns=64, depth=16, num_warps=8, num_stages=3, blocks=2)
-    if columns >= 16384:
-        return Tiles(rows=64, columns=256, depth=64, num_warps=8, num_stages=3, blocks=1)
     if columns >= 6144:
-        return Tiles(rows=64, columns=128, depth=64, num_warps=4, num_stages=4, blocks=2)
-    if columns >= 2048:
-        return Tiles(rows=64, columns=64, depth=64, num_warps=4, num_stages=5, blocks=2)
-    return Tiles(rows=64, columns=32, depth=64, num_warps=4, num_stages=5, blocks=2)
+        return Tiles(rows=64, columns=128, depth=64, num_warps=8, num_stages=3, blocks=2)
+    return Tiles(rows=64, columns=64, depth=64, num_warps=4, num_stages=5, blocks=2)
 
 
 # Nothing is compiled for a certain number of rows, so that every number of rows runs the same instructions.

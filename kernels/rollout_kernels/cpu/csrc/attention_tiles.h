@@ -134,15 +134,21 @@ void gather_tile(const Arguments& a, int sequence, int kv_head, long start, long
   }
 }
 
+RK_INLINE v16f load_integers(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  v16f v;
+  for (int i = 0; i < 16; i++) v[i] = p[i];
+  return v;
+#endif
+}
+
 // The integers of a quantised tile, exact, in the layout of the products.
 static inline void unpack_tile(const int8_t* keys, const int8_t* values, long padded_dim, bf16* out_keys, bf16* out_values) {
-  typedef int8_t v16b __attribute__((vector_size(16)));
   for (long i = 0; i < kTile * padded_dim; i += kTile) {
-    v16b k, v;
-    memcpy(&k, keys + i, sizeof k);
-    memcpy(&v, values + i, sizeof v);
-    store(out_keys + i, __builtin_convertvector(__builtin_convertvector(k, v16i), v16f));
-    store(out_values + i, __builtin_convertvector(__builtin_convertvector(v, v16i), v16f));
+    store(out_keys + i, load_integers(keys + i));
+    store(out_values + i, load_integers(values + i));
   }
 }
 static inline void unpack_tile(const int8_t* keys, const int8_t* values, long padded_dim, float* out_keys,

@@ -116,6 +116,15 @@ RK_INLINE void prefetch_some(Prefetch& ahead) {
   ahead.next += 64 * ahead.lines;
 }
 
+// Keeps the compiler from loading the value again for every use, which would leave the loads the bottleneck.
+template <typename Vector>
+RK_INLINE Vector in_register(Vector x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // One register tile: `Rows` rows of x against `Columns` rows of the weight.
 template <typename Type, int Rows, int Columns>
 RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
@@ -132,7 +141,7 @@ RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
     for (int r = 0; r < Rows; r++) xs[r] = Type::load_full(x[r] + k);
     prefetch_some(ahead);
     for (int c = 0; c < Columns; c++) {
-      typename Type::vector ws = Type::load_full(w[c] + k);
+      typename Type::vector ws = in_register(Type::load_full(w[c] + k));
       for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
     }
   }
@@ -197,23 +206,30 @@ struct Rotation {
   long head_dim, num_columns;  // the first `num_columns` outputs of a row are heads that are rotated
 };
 
-// How the outputs are cut: blocks of rows (whose x stays in the first-level cache) and of columns (whose weights stay in
+// How the outputs are cut: blocks of rows (whose x stays in the second-level cache) and of columns (whose weights stay in
 // the second-level cache while all rows pass), a column block a multiple of `unit`.
 struct Blocking {
   long rows, columns, num_column_blocks, strips, strip;
   Blocking(long T, long N, long row_bytes, long unit, long threads) {
-    rows = (24 * 1024 / row_bytes) / 4 * 4;
+    rows = (96 * 1024 / row_bytes) / 4 * 4;
     rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
     if (T <= 16) rows = 16;
-    columns = (256 * 1024 / row_bytes) / unit * unit;
-    columns = columns < unit ? unit : columns;
-    const long share = round_up((N + threads - 1) / threads, unit);
-    if (columns > share) columns = share;
+    const long most = (256 * 1024 / row_bytes) / unit > 1 ? (256 * 1024 / row_bytes) / unit : 1;
+    columns = most * unit;
+    // Smaller blocks where that lets the threads end together.
+    for (long units = most - 1; 2 * units >= most && units > 0; units--)
+      if (longest_share(N, units * unit, threads) < longest_share(N, columns, threads)) columns = units * unit;
     num_column_blocks = (N + columns - 1) / columns;
-    // Many rows and few column blocks: also split the rows, in strips of whole row blocks.
+    // Many rows: also split those, in strips of whole row blocks.
     strips = 1;
-    while (threads > 1 && num_column_blocks * strips < threads * 2 && T / (strips * 2) >= rows) strips *= 2;
+    while (threads > 1 && num_column_blocks * strips < threads * 8 && T / (strips * 2) >= rows) strips *= 2;
     strip = round_up((T + strips - 1) / strips, rows);
+  }
+
+  // Columns of the thread that has most of them, when the threads take turns.
+  static long longest_share(long N, long columns, long threads) {
+    const long blocks = (N + columns - 1) / columns;
+    return (blocks + threads - 1) / threads * columns;
   }
 
   // Calls `body(row, rows_end, column, columns_end)` for the blocks of an item, one block of columns in a strip of rows.
