@@ -63,9 +63,11 @@ def test_every_configuration_compiles_without_spills_within_shared_memory_and_wi
 @pytest.mark.slow
 def test_matrix_products_in_half_precision_use_tensor_cores(rows: list[dict[str, Any]]) -> None:
     """Beside what each case asks for: no product of halves may have been declared to need none."""
-    for row in rows:
-        if row["module"] in ("linear", "attention") and ("bf16" in row["name"] or "fp16" in row["name"]):
-            assert row["report"]["matrix_instruction"] in ("mma", "wgmma"), row["name"]
+    products = [row for row in rows if row["name"].startswith(("linear ", "paged_attention "))]
+    halves = [row for row in products if "bf16" in row["name"] or "fp16" in row["name"]]
+    assert {row["module"] for row in halves} == {"linear", "attention"}
+    for row in halves:
+        assert row["report"]["matrix_instruction"] in ("mma", "wgmma"), row["name"]
 
 
 def test_configurations_have_names_of_their_own() -> None:
