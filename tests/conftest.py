@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# Triton looks at this once, when somebody imports it, be it another library: its kernels run on CPU tensors here.
+os.environ["TRITON_INTERPRET"] = "1"
+
 from collections.abc import Callable
 from pathlib import Path
 
