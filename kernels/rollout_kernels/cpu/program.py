@@ -12,12 +12,12 @@ needed it: all programs of a workspace use the same memory, so a result is valid
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,7 +54,7 @@ class Workspace:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of undefined values. Raises `NotRecordableError` where no stretch of memory is large enough."""
-        size = -(-int(np.prod(shape)) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if size == 0:
             return torch.empty(shape, dtype=dtype)
         for index, (start, end) in enumerate(self._free):
@@ -69,7 +69,7 @@ class Workspace:
         part = self._memory[start : start + size]
         # torch keeps the array alive as long as any tensor over this memory, views included.
         weakref.finalize(part, self._give_back, self._generation, start, start + size)
-        count = int(np.prod(shape)) * dtype.itemsize
+        count = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(part)[:count].view(dtype).view(shape)
 
     def _give_back(self, generation: int, start: int, end: int) -> None:

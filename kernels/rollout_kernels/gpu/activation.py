@@ -8,6 +8,7 @@ import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import round_to
+from rollout_kernels.gpu.sizes import ceil_div
 
 _BLOCK = 1024  # columns of a program: 8 to a thread, 16 bytes of bfloat16
 _NUM_WARPS = 4
@@ -58,7 +59,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if out.numel():
-        _silu_and_mul_kernel[(rows, triton.cdiv(size, _BLOCK))](
+        _silu_and_mul_kernel[(rows, ceil_div(size, _BLOCK))](
             *(x, out, x.stride(0), size),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,  # type: ignore[call-arg]
@@ -71,7 +72,7 @@ def silu_and_mul_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     rows, size = grad.shape
     grad_x = torch.empty((rows, 2 * size), dtype=x.dtype, device=x.device)
     if grad_x.numel():
-        _silu_and_mul_backward_kernel[(rows, triton.cdiv(size, _BLOCK))](
+        _silu_and_mul_backward_kernel[(rows, ceil_div(size, _BLOCK))](
             *(grad, x, grad_x, grad.stride(0), x.stride(0), size),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,  # type: ignore[call-arg]

@@ -29,6 +29,7 @@ from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import dot, round_to
 from rollout_kernels.gpu.quantised import as_elements, decode, quantisation_of
 from rollout_kernels.gpu.sequences import block_range, num_query_blocks, sequence_of_block, sequence_of_token
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 from rollout_kernels.kv_cache import TILE, KVCache
 
 SPLIT = 256  # keys; contexts of this length at most need no second pass
@@ -277,7 +278,7 @@ def attention_blocks(head_dim: int, group: int, dtype: torch.dtype) -> Attention
         raise ValueError(f"head_dim={head_dim} is not valid: the Triton attention takes 1 to 256")
     if group > 128:
         raise ValueError(f"{group} query heads share a key-value head: the Triton attention takes at most 128")
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     rows = 64 if group <= 64 else 128
     few_rows = 32 if group <= 32 else rows  # where two float32 outputs of 64 rows do not fit into the registers
     if dtype is torch.float32 or block_d == 256:
@@ -292,7 +293,7 @@ def _num_parts(num_blocks: int, num_kv_heads: int, max_splits: int, workspace: i
     programs = num_blocks * num_kv_heads
     if max_splits == 1 or programs >= _ENOUGH_PROGRAMS or workspace > _WORKSPACE_LIMIT:
         return 1
-    return min(max_splits, triton.cdiv(_ENOUGH_PROGRAMS, programs))
+    return min(max_splits, ceil_div(_ENOUGH_PROGRAMS, programs))
 
 
 def paged_attention(
@@ -326,7 +327,7 @@ def paged_attention(
         return out, lse if return_lse else None
     blocks = attention_blocks(head_dim, group, q.dtype)
     num_blocks = num_query_blocks(num_tokens, num_sequences, blocks.block_m // group)
-    max_splits = max(1, triton.cdiv(block_tables.shape[1] * block_size, SPLIT))
+    max_splits = max(1, ceil_div(block_tables.shape[1] * block_size, SPLIT))
     partial_rows = num_tokens * num_heads * max_splits
     parts = _num_parts(num_blocks, num_kv_heads, max_splits, 4 * partial_rows * (head_dim + 2))
     split_out, split_max, split_sum = (
@@ -357,7 +358,7 @@ def paged_attention(
             *(num_tokens, num_sequences, visible),
             SPLIT=SPLIT,
             GROUP=group,
-            BLOCK_G=triton.next_power_of_2(group),
+            BLOCK_G=next_power_of_2(group),
             HEAD_DIM=head_dim,
             BLOCK_D=blocks.block_d,
             STAGES=_FOLD_STAGES,
@@ -426,9 +427,9 @@ def _fold_case(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int) -> 
     constants = {
         "SPLIT": SPLIT,
         "GROUP": group,
-        "BLOCK_G": triton.next_power_of_2(group),
+        "BLOCK_G": next_power_of_2(group),
         "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "STAGES": _FOLD_STAGES,
     }
     signature = {

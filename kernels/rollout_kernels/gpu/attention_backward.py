@@ -19,6 +19,7 @@ import triton.language as tl
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import dot, round_to
 from rollout_kernels.gpu.sequences import block_range, num_query_blocks, sequence_of_block
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _DELTA_WARPS = 4
@@ -184,7 +185,7 @@ def _key_value_gradient_kernel(
 
 def _blocks(head_dim: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages) of the pass over queries and of the pass over keys."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     if dtype is torch.float32:
         small = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
         return small | {"num_warps": 4}, small
@@ -224,9 +225,9 @@ def attention_backward(
     grads = [torch.empty(x.shape, dtype=x.dtype, device=q.device) for x in (q, k, v)]
     if not num_tokens:
         return grads[0], grads[1], grads[2]
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     delta = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
-    _delta_kernel[(triton.cdiv(num_tokens * num_heads, _DELTA_ROWS),)](
+    _delta_kernel[(ceil_div(num_tokens * num_heads, _DELTA_ROWS),)](
         *(grad, out, delta, num_tokens * num_heads),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
@@ -253,7 +254,7 @@ def attention_backward(
 def _cases_of(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int) -> list[KernelCase]:
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     by_query, by_key = _blocks(head_dim, torch_type)
-    shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+    shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim))}
     pointer = f"*{dtype}"
     label = f"{dtype} heads={num_heads}/{num_kv_heads} D={head_dim}"
     strides = [f"{name}_{part}_stride" for name in "qkv" for part in ("row", "head")]

@@ -9,6 +9,7 @@ import triton.language as tl
 from rollout_kernels import reference
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.interpreter import is_interpreted
+from rollout_kernels.gpu.sizes import ceil_div
 
 _BLOCK = 2048  # words of 4 bytes that a program copies, 16 to a thread
 _NUM_WARPS = 4
@@ -74,7 +75,7 @@ def copy_blocks(
         reference.copy_blocks(sources, destinations, pairs, tiles_per_block)  # no pool of ours is cut like this
         return
     same_pool = sources[0].data_ptr() == destinations[0].data_ptr()
-    programs_per_block = triton.cdiv(max(words), _BLOCK)
+    programs_per_block = ceil_div(max(words), _BLOCK)
     for run in independent_runs(pairs, same_pool):
         table = _to_device([*addresses, *words, *(block for pair in run for block in pair)], sources[0].device)
         _copy_blocks_kernel[(len(run) * programs_per_block, len(sources))](

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
 _NUM_WARPS = 4
 
@@ -32,7 +33,7 @@ def _embedding_kernel(
 
 
 def _block(size: int) -> int:
-    return min(triton.next_power_of_2(size), 1024)
+    return min(next_power_of_2(size), 1024)
 
 
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, size), dtype=torch.float32, device=weight.device)
     if out.numel():
         block = _block(size)
-        _embedding_kernel[(rows, triton.cdiv(size, block))](
+        _embedding_kernel[(rows, ceil_div(size, block))](
             *(token_ids, weight, out, weight.stride(0), weight.shape[0], size),
             BLOCK=block,
             num_warps=_NUM_WARPS,  # type: ignore[call-arg]

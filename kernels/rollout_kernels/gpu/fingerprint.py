@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.sizes import ceil_div
 
 _CHUNK = 1 << 16  # bytes
 _CHUNKS = 32  # folded by a program: few, so that a model's thousands of chunks fill the device
@@ -130,7 +131,7 @@ def _as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, bool]:
 def fingerprint(tensor: torch.Tensor) -> int:
     """64 bits (0 to 2^64 - 1) of a tensor's bytes in logical order. Waits for the device."""
     num_bytes = tensor.numel() * tensor.element_size()
-    num_chunks = triton.cdiv(num_bytes, _CHUNK)
+    num_chunks = ceil_div(num_bytes, _CHUNK)
     device = tensor.device
     hashes = torch.empty(max(num_chunks, 1), dtype=torch.uint64, device=device)
     out = torch.empty(1, dtype=torch.uint64, device=device)
@@ -142,7 +143,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
             CONTIGUOUS=contiguous,
             num_warps=1,  # type: ignore[call-arg]
         )
-        _fold_chunks_kernel[(triton.cdiv(num_chunks, _CHUNKS),)](
+        _fold_chunks_kernel[(ceil_div(num_chunks, _CHUNKS),)](
             *(lanes, hashes, num_chunks),
             CHUNKS=_CHUNKS,
             num_warps=1,  # type: ignore[call-arg]

@@ -1,5 +1,6 @@
 """Writing keys and values into the paged cache of layout "plain", quantised where the cache is."""
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -8,6 +9,7 @@ import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.quantised import as_elements, encode, quantisation_of
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache
 
 _TILE = tl.constexpr(TILE)
@@ -77,8 +79,8 @@ def _write_kv_kernel(
 
 def _blocks(num_heads: int, head_dim: int) -> tuple[int, int]:
     """(BLOCK_H, BLOCK_D)."""
-    block_d = triton.next_power_of_2(head_dim)
-    return min(triton.next_power_of_2(num_heads), max(1, _ELEMENTS // block_d)), block_d
+    block_d = next_power_of_2(head_dim)
+    return min(next_power_of_2(num_heads), max(1, _ELEMENTS // block_d)), block_d
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
@@ -92,7 +94,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: tor
         return
     block_h, block_d = _blocks(num_heads, head_dim)
     quantisation = quantisation_of(cache.keys.dtype)
-    _write_kv_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
+    _write_kv_kernel[(num_tokens, ceil_div(num_heads, block_h))](
         *(k, v, as_elements(cache.keys), as_elements(cache.values), cache.key_scales, cache.value_scales, slot_mapping),
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.keys.shape[0] * TILE, num_heads),
         HEAD_DIM=head_dim,

@@ -26,6 +26,7 @@ import triton.language as tl
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.interpreter import is_interpreted
 from rollout_kernels.gpu.numerics import dot, round_to, row_stride
+from rollout_kernels.gpu.sizes import ceil_div
 
 _GROUP = 8  # tiles of rows that share the weights of a tile of columns while these are in the L2 cache
 
@@ -116,7 +117,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
     if out.numel() == 0:
         return out
     tiles = tiles_for(num_columns, x.dtype)
-    count = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_columns, tiles.columns)
+    count = ceil_div(num_rows, tiles.rows) * ceil_div(num_columns, tiles.columns)
     resident = 2 if is_interpreted() else tiles.blocks * _num_multiprocessors(x.device)
     _linear_kernel[(min(count, resident),)](
         *(x, weight, x if bias is None else bias, out, num_rows, num_columns, depth),

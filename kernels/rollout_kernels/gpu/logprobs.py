@@ -15,6 +15,7 @@ import triton.language as tl
 from rollout_kernels import checks
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import round_to
+from rollout_kernels.gpu.sizes import next_power_of_2
 from rollout_kernels.gpu.softmax_row import (
     CHUNK,
     chunk_sums,
@@ -182,7 +183,7 @@ def token_logprobs(
         _row_kernel[(rows,)](
             *(logits, logits.stride(0), token_ids, temperatures, maxima, totals, weighted),
             *(logprobs, entropy, logits.shape[1], chunks),
-            CHUNKS=triton.next_power_of_2(chunks),
+            CHUNKS=next_power_of_2(chunks),
             num_warps=_ROW_WARPS,
         )
     return logprobs, entropy
@@ -205,7 +206,7 @@ def token_logprobs_backward(
         _backward_kernel[(rows * chunks,)](
             *(logits, logits.stride(0), token_ids, temperatures, maxima, totals, grad, out),
             *(vocab_size, chunks),
-            CHUNKS=triton.next_power_of_2(chunks),
+            CHUNKS=next_power_of_2(chunks),
             CHUNK=CHUNK,
             num_warps=_BACKWARD_WARPS,
         )
@@ -229,7 +230,7 @@ def ahead_of_time_cases() -> list[KernelCase]:
         case("token_logprobs chunks", _chunk_kernel, logits | heat | sums | sizes, chunk, _CHUNK_WARPS, "weighted")
     ]
     for vocab_size in (49_152, 128_256):
-        chunks, name = {"CHUNKS": triton.next_power_of_2(num_chunks(vocab_size))}, f"V={vocab_size}"
+        chunks, name = {"CHUNKS": next_power_of_2(num_chunks(vocab_size))}, f"V={vocab_size}"
         results = {"logprobs": "*fp32", "entropy": "*fp32"}
         signature = logits | ids | heat | sums | results | sizes
         pointers = ("token_ids", "weighted", *results)

@@ -6,6 +6,7 @@ product over K (or R) in one order, whatever adapters its neighbours have. Where
 a tile are shared out to up to 16 programs, so that a step of 16 sequences with 16 adapters reads them side by side.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import dot, round_to, row_stride
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
 _ROWS = 16
 _MAX_RANKS = 64  # columns of a shrinking tile; more go to further tiles
@@ -126,7 +128,7 @@ def _lora_expand_kernel(
 
 def _shrink_tile(rank: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """(columns of a tile, step along K, stages): far ahead, since it may be that one program alone reads an adapter."""
-    columns = min(max(triton.next_power_of_2(rank), 16), _MAX_RANKS)
+    columns = min(max(next_power_of_2(rank), 16), _MAX_RANKS)
     if dtype is torch.float32:
         return columns, 64, 3
     return columns, 256 if columns == 16 else 128, 4
@@ -157,8 +159,8 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, adapter_ids: torch.Tensor) -> 
     if out.numel() == 0:
         return out
     ranks, step, num_stages = _shrink_tile(rank, x.dtype)
-    tiles = triton.cdiv(num_tokens, _ROWS)
-    _lora_shrink_kernel[(tiles, triton.cdiv(rank, ranks), _sharers(tiles))](
+    tiles = ceil_div(num_tokens, _ROWS)
+    _lora_shrink_kernel[(tiles, ceil_div(rank, ranks), _sharers(tiles))](
         *(x, a, adapter_ids, out, row_stride(x), num_tokens, num_adapters, rank, depth),
         ROWS=_ROWS,
         RANKS=ranks,
@@ -177,8 +179,8 @@ def lora_expand(
     num_adapters, num_columns = b.shape[:2]
     if out.numel() == 0 or rank == 0:
         return
-    tiles, columns = triton.cdiv(num_tokens, _ROWS), _expand_columns(b.dtype)
-    _lora_expand_kernel[(tiles, triton.cdiv(num_columns, columns), _sharers(tiles))](
+    tiles, columns = ceil_div(num_tokens, _ROWS), _expand_columns(b.dtype)
+    _lora_expand_kernel[(tiles, ceil_div(num_columns, columns), _sharers(tiles))](
         *(y, b, adapter_ids, out, scales, row_stride(out), num_tokens, num_adapters, rank, num_columns),
         ROWS=_ROWS,
         COLUMNS=columns,

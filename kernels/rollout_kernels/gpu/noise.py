@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.sizes import ceil_div
 
 _BLOCK = 1024
 _NUM_WARPS = 4
@@ -79,7 +80,7 @@ def noise_bits(seed: int, sample_index: int, position: int, token_ids: torch.Ten
     bits, count = torch.empty_like(token_ids), token_ids.numel()
     if count:
         numbers = torch.tensor([seed, sample_index, position], dtype=torch.int64, device=token_ids.device)
-        _noise_bits_kernel[(triton.cdiv(count, _BLOCK),)](
+        _noise_bits_kernel[(ceil_div(count, _BLOCK),)](
             *(numbers, token_ids, bits, count),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import canonical_rows, round_to, row_stride
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
 _MAX_SIZE = 16384  # of a row; more would not stay in the registers of one block
 # The weight's gradient: a program adds up 128 rows, 16 at a time.
@@ -140,7 +141,7 @@ def _blocks(size: int) -> tuple[int, int, int]:
     """(rows of a program, columns of its block, warps) for rows of this size: short rows go several to a program."""
     if size > _MAX_SIZE:
         raise ValueError(f"x has rows of {size} elements: on GPUs a norm takes 1 to {_MAX_SIZE}")
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return max(1, 1024 // block), block, min(32, max(4, block // 512))
 
 
@@ -159,7 +160,7 @@ def rms_norm(
     if out.numel():
         rows_of_x, weight = canonical_rows(x), canonical_rows(weight)
         added = rows_of_x if residual is None else canonical_rows(residual)
-        _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _rms_norm_kernel[(ceil_div(num_rows, rows),)](
             *(rows_of_x, weight, added, out, out if total_is_x else total),
             *(row_stride(rows_of_x), row_stride(added), num_rows, size, eps),
             HAS_RESIDUAL=residual is not None,
@@ -192,7 +193,7 @@ def rms_norm_backward(
     grad, total, weight = canonical_rows(grad), canonical_rows(total), canonical_rows(weight)
     grad_total = None if grad_total is None else canonical_rows(grad_total)
     inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=device)
-    _rms_norm_backward_kernel[(triton.cdiv(num_rows, rows),)](
+    _rms_norm_backward_kernel[(ceil_div(num_rows, rows),)](
         *(grad, total if grad_total is None else grad_total, total, weight),
         *(total if grad_x is None else grad_x, total if grad_residual is None else grad_residual, inverse_rms),
         *(num_rows, size, eps),
@@ -209,9 +210,9 @@ def rms_norm_backward(
 def _weight_grad(grad: torch.Tensor, total: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
     """Sum over rows of grad * total * inverse_rms, float32 [H]."""
     num_rows, size = total.shape
-    num_strips = triton.cdiv(num_rows, _STRIP)
+    num_strips = ceil_div(num_rows, _STRIP)
     strip_sums = torch.empty((num_strips, size), dtype=torch.float32, device=total.device)
-    _weight_grad_strips_kernel[(num_strips, triton.cdiv(size, _STRIP_COLUMNS))](
+    _weight_grad_strips_kernel[(num_strips, ceil_div(size, _STRIP_COLUMNS))](
         *(grad, total, inverse_rms, strip_sums, num_rows, size),
         STRIP=_STRIP,
         ROWS=_STRIP_ROWS,
@@ -219,7 +220,7 @@ def _weight_grad(grad: torch.Tensor, total: torch.Tensor, inverse_rms: torch.Ten
         num_warps=4,  # type: ignore[call-arg]
     )
     grad_weight = torch.empty(size, dtype=torch.float32, device=total.device)
-    _weight_grad_sum_kernel[(triton.cdiv(size, _SUM_COLUMNS),)](
+    _weight_grad_sum_kernel[(ceil_div(size, _SUM_COLUMNS),)](
         *(strip_sums, grad_weight, num_strips, size),
         ROWS=_SUM_ROWS,
         COLUMNS=_SUM_COLUMNS,

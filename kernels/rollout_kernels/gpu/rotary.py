@@ -8,6 +8,7 @@ import triton.language as tl
 
 from rollout_kernels.gpu.aot import KernelCase
 from rollout_kernels.gpu.numerics import round_to
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def _rotary_kernel(
 
 def _blocks(head_dim: int) -> tuple[int, int, int]:
     """(heads of a program, columns of half a head, warps): about 1,024 pairs, 8 to a thread."""
-    half = triton.next_power_of_2(head_dim // 2)
+    half = next_power_of_2(head_dim // 2)
     return max(1, 1024 // half), half, max(1, min(8, half // 8 * max(1, 1024 // half) // 32))
 
 
@@ -68,7 +69,7 @@ def rotate_(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: 
     heads, half, num_warps = _blocks(head_dim)
     if num_tokens == 0:
         return
-    _rotary_kernel[(num_tokens, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads))](
+    _rotary_kernel[(num_tokens, ceil_div(q_heads, heads) + ceil_div(k_heads, heads))](
         *(q, k, positions, cos_sin, q.stride(0), k.stride(0), q_heads, k_heads, head_dim // 2, cos_sin.shape[0]),
         direction,
         HEADS=heads,

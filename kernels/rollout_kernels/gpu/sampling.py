@@ -35,6 +35,7 @@ from rollout_kernels.gpu.filters import (
     weight_between,
 )
 from rollout_kernels.gpu.noise import noise_key, race_scores
+from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 from rollout_kernels.gpu.softmax_row import (
     CHUNK,
     LARGEST_ID,
@@ -406,7 +407,7 @@ def _banned_words(arguments: SampleArguments, vocab_size: int, device: torch.dev
     if arguments.banned is None:
         return None
     start, ids = arguments.banned
-    draws, words = start.shape[0] - 1, triton.cdiv(vocab_size, 32)
+    draws, words = start.shape[0] - 1, ceil_div(vocab_size, 32)
     mask = torch.zeros((draws, words), dtype=torch.int32, device=device)
     if ids.shape[0]:
         _ban_kernel[(draws,)](
@@ -419,7 +420,7 @@ def _banned_words(arguments: SampleArguments, vocab_size: int, device: torch.dev
 
 def _row_constants(vocab_size: int) -> dict[str, int]:
     """The constexpr parameters of `_draw_kernel` that hang on the vocabulary, and the sizes of its list."""
-    chunks = triton.next_power_of_2(num_chunks(vocab_size))
+    chunks = next_power_of_2(num_chunks(vocab_size))
     return {
         "CHUNKS": chunks,
         "GROUPS": chunks * (CHUNK // GROUP),

@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollout_kernels.gpu.sizes import ceil_div
+
 CHUNK = 4096
 MAX_VOCAB = 1 << 18
 LARGEST_ID = tl.constexpr(2**31 - 1)
@@ -125,4 +127,4 @@ def num_chunks(vocab_size: int) -> int:
     """Raises `ValueError` for a vocabulary whose sums could overflow."""
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"logits has {vocab_size} columns: the Triton kernels take up to {MAX_VOCAB}")
-    return triton.cdiv(vocab_size, CHUNK)
+    return ceil_div(vocab_size, CHUNK)
