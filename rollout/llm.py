@@ -252,7 +252,9 @@ class LLM:
         """The module that the engine runs, for a trainer that owns the very tensors which the sampler reads.
 
         After an optimiser step, run a policy update with its `named_parameters()`: zero bytes move, the fingerprint is
-        taken and cached blocks become unreachable. Until then `generate` raises `StaleWeightsError`.
+        taken and cached blocks become unreachable. Until then `generate` raises `StaleWeightsError` (changes through
+        `tensor.data` may go unseen: `verify()` reads every byte). Change parameters in place: one that is replaced, or
+        given other memory, is refused by `generate`, `verify` and `policy_update`, since the kernels know the memory.
         """
         with self._lock:
             return self.engine.shared_model()

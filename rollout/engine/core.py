@@ -31,6 +31,7 @@ from rollout.executor.in_process import InProcessExecutor
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
 from rollout.weights.guard import SharedWeightsGuard, shared_versions
+from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt
 from rollout.worker.ledger import LedgerReport, SleepReport
 
@@ -95,6 +96,7 @@ class EngineCore:
         )
         self._tensors = tuple(self.parameters().values())
         self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
+        self._placement = Placement(self._worker.model)
 
     @property
     def policy_version(self) -> int:
@@ -128,6 +130,7 @@ class EngineCore:
                 "every parameter, or reload_weights()"
             )
         self._check_copies()
+        self._check_placement(StaleWeightsError)
         if self._guard is not None:
             self._guard.check()
         if shared_versions(self._tensors) != self._changes:
@@ -174,6 +177,7 @@ class EngineCore:
         if not self.scheduler.has_unfinished():
             return self.take_ended()
         if self._guard is not None:
+            self._check_placement(StaleWeightsError)
             self._guard.check_counters()
         updates = self.take_ended()
         started = time.perf_counter()
@@ -199,6 +203,7 @@ class EngineCore:
         """Fingerprints the weights again. Raises `StaleWeightsError` naming what differs from the last receipt."""
         if "weights" in self._asleep or not self._weights_loaded or self._receipt is None:
             raise WeightsNotLoadedError("the weights hold no policy that could be verified: run a policy_update first")
+        self._check_placement(StaleWeightsError)
         self._check_copies()
         verify_receipt(self._receipt, self.parameters(), self.tied(), self.buffers(), self.copies())
         stale = self.stale_copies()
@@ -265,6 +270,7 @@ class EngineCore:
         with self.lock:
             if self._paused:
                 raise PolicyUpdateError("another policy update is open: one at a time")
+            self._check_placement(PolicyUpdateError)
             self._abort_all()
             self._paused = True
 
@@ -315,6 +321,11 @@ class EngineCore:
     def mark_unusable(self, reason: str) -> None:
         self._unusable = reason
         self._paused = False
+
+    def _check_placement(self, error: type[StaleWeightsError] | type[PolicyUpdateError]) -> None:
+        problem = self._placement.problem()
+        if problem is not None:
+            raise error(problem)
 
     def _abort_all(self) -> None:
         self.abort([request.request_id for request in self.scheduler.unfinished()])

@@ -60,14 +60,17 @@ class StepProfile:
 def profile(engine: EngineCore) -> Iterator[list[StepProfile]]:
     """Measures what runs inside a `with` block; the list that it yields holds the profile once the block has ended.
 
-    Times the C++ kernels, whichever backend was chosen, in the thread that opens the block. Raises `ValueError` for an
-    engine on a CUDA device or on Triton's kernels: torch's own profiler times those.
+    Times the C++ kernels, whichever backend was chosen, in the thread that opens the block: generate in this thread.
+    Raises `ValueError` inside another such block, and for an engine on a CUDA device or on Triton's kernels: those are
+    for torch's own profiler.
     """
     profiles: list[StepProfile] = []
     times, counters, runner = KernelTimes(), engine.counters, engine.executor.worker.runner
     device, chosen = engine.executor.worker.device, engine.config.kernels
     if device.type != "cpu" or chosen == "triton":
         raise ValueError(f"profile times C++ kernels on a CPU, not kernels={chosen!r} on {device}: use torch.profiler")
+    if runner.times is not None:
+        raise ValueError("a profile of this engine is already being taken: one at a time")
     steps, tokens, started = counters.num_steps, counters.num_generated_tokens, time.perf_counter()
     runner.times = times
     try:
@@ -75,5 +78,6 @@ def profile(engine: EngineCore) -> Iterator[list[StepProfile]]:
             yield profiles
     finally:
         runner.times = None
-    seconds = time.perf_counter() - started
-    profiles.append(StepProfile.of(times, counters.num_steps - steps, counters.num_generated_tokens - tokens, seconds))
+        seconds = time.perf_counter() - started
+        tokens = counters.num_generated_tokens - tokens
+        profiles.append(StepProfile.of(times, counters.num_steps - steps, tokens, seconds))

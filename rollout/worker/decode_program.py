@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.modules.module as torch_module
 
 from rollout.core.schedule import ScheduledSequence
 from rollout.models.causal_lm import CausalLM
@@ -51,9 +52,10 @@ class DecodePrograms:
         self._workspace = Workspace(memory)
         self._recorded: dict[int, _Recorded] = {}
         self._seen: set[int] = set()
-        self._hooks = [
-            hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        ]
+        modules = list(model.modules())
+        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._attributes = [vars(module) for module in modules]
         self._rows = np.arange(max_num_seqs)
         self._input_ids = np.zeros(max_num_seqs, np.int64)
         self._positions = np.zeros(max_num_seqs, np.int64)
@@ -80,8 +82,8 @@ class DecodePrograms:
         count = len(sequences)
         if self.problem is not None or count > self.max_num_seqs:
             return None
-        if any(self._hooks):  # somebody watches the modules: a replay would not call them
-            return None
+        if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
+            return None  # somebody watches or changes what modules do: a replay would not call them
         if not can_record(self._kv_caches[0].keys):
             return None
         if count not in self._seen:  # recording costs several eager steps: many sizes come only once

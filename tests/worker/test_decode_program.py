@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from rollout import LLM, RequestOutput, SamplingParams
 from rollout.worker.runner import Runner
@@ -60,14 +61,33 @@ def test_hooks_on_modules_are_called_in_every_step(tmp_path: Path) -> None:
     assert seen == [3, 1, 1, 1, 1]
 
 
+def test_a_forward_that_was_replaced_and_global_hooks_are_called_in_every_step(tmp_path: Path) -> None:
+    llm = LLM(make_tiny_llama(tmp_path), kv_cache_memory="8MiB")
+    for _ in range(2):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+    mlp = llm.collective_rpc(lambda worker: worker.model)[0].model.layers[0].mlp
+    seen: list[int] = []
+    forward = mlp.forward
+    mlp.forward = lambda x: (seen.append(len(x)), forward(x))[1]
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+    del mlp.forward
+    assert seen == [3, 1, 1, 1, 1]
+    handle = register_module_forward_hook(lambda module, inputs, output: seen.append(0) if module is mlp else None)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+    handle.remove()
+    assert seen[5:] == [0] * 5
+
+
 def test_a_model_that_computes_with_torch_runs_eagerly_and_says_why(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path)
     expected = LLM(folder, kv_cache_memory="8MiB").generate(PROMPTS, PARAMS)
     llm = LLM(folder, kv_cache_memory="8MiB")
     model = llm.collective_rpc(lambda worker: worker.model)[0]
     forward = model.model.norm.forward
-    model.model.norm.forward = lambda x, residual=None: forward(x * 1.0, residual)
-    assert_equal(llm.generate(PROMPTS, PARAMS), expected)
+    changed = {"forward": lambda self, x, residual: forward(x * 1.0, residual)}
+    model.model.norm.__class__ = type("Norm", (type(model.model.norm),), changed)
+    for _ in range(2):
+        assert_equal(llm.generate(PROMPTS, PARAMS), expected)
     programs = runner_of(llm).decode_programs
     assert programs is not None and programs.problem is not None
     assert "aten.mul" in programs.problem
