@@ -1,4 +1,4 @@
-"""Decode steps without Python between the kernels: a batch size that comes again is recorded, and then replayed.
+"""Decode steps without Python between the kernels: a step is recorded once for each batch size, and then replayed.
 
 A step in which every sequence computes one token and draws from it always makes the same kernel calls for the same
 number of sequences; only the values in its inputs differ. These lie in buffers that never move. What a recording sees
@@ -51,7 +51,6 @@ class DecodePrograms:
         self._slots_per_block = -(-block_size // 16) * 16
         self._workspace = Workspace(memory)
         self._recorded: dict[int, _Recorded] = {}
-        self._seen: set[int] = set()
         modules = list(model.modules())
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
@@ -85,9 +84,6 @@ class DecodePrograms:
         if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
             return None  # somebody watches or changes what modules do: a replay would not call them
         if not can_record(self._kv_caches[0].keys):
-            return None
-        if count not in self._seen:  # recording costs several eager steps: many sizes come only once
-            self._seen.add(count)
             return None
         self._fill(sequences)
         recorded = self._recorded.get(count)
