@@ -16,6 +16,10 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.
 (arXiv:2205.14135), and "Flash-Decoding" (2023), whose number of splits hangs on the batch, as it does not here.
 """
 
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -140,7 +144,7 @@ def _attention_kernel(
     row_mask = row_inside[:, None] & (d < HEAD_DIM)[None, :]
     q_offset = token.to(tl.int64)[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :]
     q_tile = tl.load(q + q_offset, mask=row_mask, other=0.0)
-    table = block_tables + sequence.to(tl.int64) * table_stride  # type: ignore[attr-defined]
+    table = block_tables + sequence.to(tl.int64) * table_stride
 
     total_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -156,7 +160,7 @@ def _attention_kernel(
     steps = (own_splits - 1) * TILES_PER_SPLIT + last_tiles
     for step in range(skipped, steps):
         split = first_split + part + (step // TILES_PER_SPLIT) * parts
-        tile_of_split = step % TILES_PER_SPLIT  # type: ignore[operator]
+        tile_of_split = step % TILES_PER_SPLIT
         key = split * SPLIT + tile_of_split * BLOCK_N + tl.arange(0, BLOCK_N)
         key_inside = (key >= key_begin) & (key < key_end)
         block_id = tl.load(table + key // BLOCK_SIZE, mask=key_inside, other=0)
@@ -173,7 +177,7 @@ def _attention_kernel(
         if QUANTISATION != 0:
             k_tile = decode(k_tile, QUANTISATION, q_tile.dtype)
             # Weights are multiplied by the scales of values, which could leave the range of float16.
-            weight_type: tl.constexpr = tl.float32 if q_tile.dtype == tl.float32 else tl.bfloat16  # type: ignore[assignment]
+            weight_type: tl.constexpr = tl.float32 if q_tile.dtype == tl.float32 else tl.bfloat16
             v_tile = decode(v_tile, QUANTISATION, weight_type)
 
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * score_scale
@@ -250,7 +254,7 @@ def _fold_splits_kernel(
     total_sum = tl.zeros([BLOCK_G], tl.float32)
     total_out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     first = tl.maximum(position - window + 1, 0) // SPLIT
-    for split in tl.range(first, tl.cdiv(position + 1, SPLIT), num_stages=STAGES):  # type: ignore[attr-defined]
+    for split in tl.range(first, tl.cdiv(position + 1, SPLIT), num_stages=STAGES):
         row = (((split + tl.zeros([BLOCK_G], tl.int64)) * num_kv_heads + kv_head) * num_tokens + token) * GROUP + member
         row_max = tl.load(split_max + row, mask=inside, other=-float("inf"))
         row_sum = tl.load(split_sum + row, mask=inside, other=0.0)
@@ -349,8 +353,8 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         QUANTISATION=quantisation_of(cache.keys.dtype),
         HAS_SOFT_CAP=soft_cap is not None,
-        num_warps=blocks.num_warps,  # type: ignore[call-arg]
-        num_stages=blocks.num_stages,  # type: ignore[call-arg]
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
     )
     if parts > 1:
         _fold_splits_kernel[(num_tokens, num_kv_heads)](
@@ -362,7 +366,7 @@ def paged_attention(
             HEAD_DIM=head_dim,
             BLOCK_D=blocks.block_d,
             STAGES=_FOLD_STAGES,
-            num_warps=_FOLD_WARPS,  # type: ignore[call-arg]
+            num_warps=_FOLD_WARPS,
         )
     return out, lse if return_lse else None
 

@@ -8,6 +8,10 @@ so that no gradient hangs on what else is packed. Weights come from the forward'
 "FlashAttention-2" (arXiv:2307.08691).
 """
 
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -232,7 +236,7 @@ def attention_backward(
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         ROWS=_DELTA_ROWS,
-        num_warps=_DELTA_WARPS,  # type: ignore[call-arg]
+        num_warps=_DELTA_WARPS,
     )
     by_query, by_key = _blocks(head_dim, q.dtype)
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
@@ -241,12 +245,12 @@ def attention_backward(
     _query_gradient_kernel[(num_query_blocks(num_tokens, num_sequences, by_query["BLOCK_M"]), num_heads)](
         *(grad, q, k, v, lse, delta, query_start, grads[0], *strides, *sizes),
         **shared,
-        **by_query,  # type: ignore[call-arg]
+        **by_query,
     )
     _key_value_gradient_kernel[(num_query_blocks(num_tokens, num_sequences, by_key["BLOCK_N"]), num_kv_heads)](
         *(grad, q, k, v, lse, delta, query_start, grads[1], grads[2], *strides, *sizes),
         **shared,
-        **by_key,  # type: ignore[call-arg]
+        **by_key,
     )
     return grads[0], grads[1], grads[2]
 

@@ -11,7 +11,7 @@ list of up to `CANDIDATES` (ids ascending); everything after it looks at the lis
 bisection runs over the row until those between its two ends fit into the list, and goes on there.
 """
 
-# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 

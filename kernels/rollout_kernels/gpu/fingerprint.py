@@ -4,6 +4,10 @@ One warp hashes a chunk of 64 KiB, a lane of the hash to a thread; then every ch
 to a thread; then the chunks' hashes, by one thread, since their order counts.
 """
 
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -59,7 +63,7 @@ def _hash_chunks_kernel(
     offsets = start + lanes * 8
     whole_groups = size // (AHEAD * STRIPE)
     for _ in range(whole_groups):
-        for stripe in tl.static_range(AHEAD):  # type: ignore[attr-defined]
+        for stripe in tl.static_range(AHEAD):
             pointers = _word_pointers(data, offsets + stripe * STRIPE, row_bytes, row_stride, CONTIGUOUS)
             state, total = _absorb(state, total, tl.load(pointers))
         offsets += AHEAD * STRIPE
@@ -67,7 +71,7 @@ def _hash_chunks_kernel(
         whole = offsets + 8 <= num_bytes
         words = tl.load(_word_pointers(data, offsets, row_bytes, row_stride, CONTIGUOUS), mask=whole, other=0)
         if CONTIGUOUS:  # the last word may be cut short; where rows are apart, they are made of whole words
-            for byte in tl.static_range(8):  # type: ignore[attr-defined]
+            for byte in tl.static_range(8):
                 cut = (offsets + byte < num_bytes) & (offsets + 8 > num_bytes)
                 words |= tl.load(data + offsets + byte, mask=cut, other=0).to(tl.uint64) << (8 * byte)
         state, total = _absorb(state, total, words)
@@ -94,7 +98,7 @@ def _fold_chunks_kernel(
     mask = chunks < num_chunks
     h = tl.full((CHUNKS,), SEED, tl.uint64)
     at = lanes_in + chunks
-    for _ in tl.range(2 * LANES):  # type: ignore[attr-defined]
+    for _ in tl.range(2 * LANES):
         h = _fold(h, tl.load(at, mask=mask, other=0))
         at += num_chunks
     tl.store(hashes + chunks, h, mask=mask)
@@ -141,16 +145,16 @@ def fingerprint(tensor: torch.Tensor) -> int:
         _hash_chunks_kernel[(num_chunks,)](
             *(data, lanes, row_bytes, row_stride, num_bytes, num_chunks),
             CONTIGUOUS=contiguous,
-            num_warps=1,  # type: ignore[call-arg]
+            num_warps=1,
         )
         _fold_chunks_kernel[(ceil_div(num_chunks, _CHUNKS),)](
             *(lanes, hashes, num_chunks),
             CHUNKS=_CHUNKS,
-            num_warps=1,  # type: ignore[call-arg]
+            num_warps=1,
         )
     _fold_hashes_kernel[(1,)](
         *(hashes, out, num_chunks, num_bytes),
-        num_warps=1,  # type: ignore[call-arg]
+        num_warps=1,
     )
     return int(out.item())
 

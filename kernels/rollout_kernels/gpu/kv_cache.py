@@ -1,6 +1,9 @@
 """Writing keys and values into the paged cache of layout "plain", quantised where the cache is."""
 
-# pyright: reportGeneralTypeIssues=false
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -102,7 +105,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: tor
         BLOCK_D=block_d,
         QUANTISATION=quantisation,
         MAXIMUM=QUANTISED_MAXIMUM.get(cache.keys.dtype, 0.0),
-        num_warps=_NUM_WARPS,  # type: ignore[call-arg]
+        num_warps=_NUM_WARPS,
     )
 
 

@@ -14,6 +14,10 @@ are not there cost no traffic, since their loads are masked. The price is paid w
 operations for each byte from the L2 cache, where 128 x 128 would do 64.
 """
 
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -79,7 +83,7 @@ def _linear_kernel(
     tiles_in_group = GROUP * column_tiles
     # Flattened with the loop over K, so that a tile's first loads run while the tile before it is stored.
     num_tiles = row_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):  # type: ignore[attr-defined]
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
         first_row_tile = tile // tiles_in_group * GROUP
         group_rows = tl.minimum(row_tiles - first_row_tile, GROUP)
         row_tile = first_row_tile + tile % tiles_in_group % group_rows
@@ -127,8 +131,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
         GROUP=_GROUP,
-        num_warps=tiles.num_warps,  # type: ignore[call-arg]
-        num_stages=tiles.num_stages,  # type: ignore[call-arg]
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     return out
 

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens and their gradient: chunk by chunk of a row, then one small program a row."""
 
-# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 

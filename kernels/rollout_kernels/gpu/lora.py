@@ -6,7 +6,10 @@ product over K (or R) in one order, whatever adapters its neighbours have. Where
 a tile are shared out to up to 16 programs, so that a step of 16 sequences with 16 adapters reads them side by side.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -61,7 +64,7 @@ def _lora_shrink_kernel(
     ranks = tl.program_id(1) * RANKS + tl.arange(0, RANKS)[None, :]
     steps = tl.arange(0, DEPTH)
     count = tl.sum((numbers < ROWS).to(tl.int32), axis=0)
-    for number in tl.range(tl.program_id(2), count, tl.num_programs(2)):  # type: ignore[attr-defined]
+    for number in tl.range(tl.program_id(2), count, tl.num_programs(2)):
         adapter = tl.sum(tl.where(numbers == number, ids, 0), axis=0)
         mine = (ids == adapter)[:, None]
         matrix = a + adapter.to(tl.int64) * rank * depth
@@ -106,7 +109,7 @@ def _lora_expand_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     ranks = tl.arange(0, RANKS)
     count = tl.sum((numbers < ROWS).to(tl.int32), axis=0)
-    for number in tl.range(tl.program_id(2), count, tl.num_programs(2)):  # type: ignore[attr-defined]
+    for number in tl.range(tl.program_id(2), count, tl.num_programs(2)):
         adapter = tl.sum(tl.where(numbers == number, ids, 0), axis=0)
         mine = (ids == adapter)[:, None]
         matrix = b + adapter.to(tl.int64) * num_columns * rank
@@ -165,8 +168,8 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, adapter_ids: torch.Tensor) -> 
         ROWS=_ROWS,
         RANKS=ranks,
         DEPTH=step,
-        num_warps=_NUM_WARPS,  # type: ignore[call-arg]
-        num_stages=num_stages,  # type: ignore[call-arg]
+        num_warps=_NUM_WARPS,
+        num_stages=num_stages,
     )
     return out
 
@@ -186,8 +189,8 @@ def lora_expand(
         COLUMNS=columns,
         RANKS=_EXPAND_STEP,
         PRECISION=_precision(b.dtype),
-        num_warps=_NUM_WARPS,  # type: ignore[call-arg]
-        num_stages=2,  # type: ignore[call-arg]
+        num_warps=_NUM_WARPS,
+        num_stages=2,
     )
 
 

@@ -1,6 +1,6 @@
 """The noise of sampling on the device: the bits of `reference/noise.py`, and the race that they decide."""
 
-# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 

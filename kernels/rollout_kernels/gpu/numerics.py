@@ -8,6 +8,10 @@ Triton compiles a kernel anew where an address or a stride becomes a multiple of
 threads decides in which order `tl.sum` adds. So kernels that sum along a row take it through `canonical_rows`.
 """
 
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -20,7 +24,7 @@ INTERPRETED = tl.constexpr(is_interpreted())
 
 
 @triton.jit
-def dot(a, b, total, PRECISION: tl.constexpr = "ieee"):  # type: ignore[assignment]
+def dot(a, b, total, PRECISION: tl.constexpr = "ieee"):
     """total + a @ b in float32; PRECISION says how float32 operands are multiplied."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)

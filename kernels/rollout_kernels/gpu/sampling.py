@@ -7,7 +7,7 @@ the row that still lies in the second-level cache, and races among those. Nothin
 host.
 """
 
-# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 

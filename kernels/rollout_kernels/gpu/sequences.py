@@ -6,6 +6,10 @@ blocks it needs, and num_tokens // QUERIES + num_sequences + 1 blocks are enough
 last sequence (padding of a captured batch) count as one more sequence, which has no keys.
 """
 
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton
@@ -27,7 +31,7 @@ def sequence_of_block(query_start, num_sequences, block, QUERIES: tl.constexpr):
         index = first + tl.arange(0, _CHUNK)
         start = tl.load(query_start + index, mask=index <= num_sequences, other=0)
         begun = (index <= num_sequences) & (start // QUERIES + index <= block)
-        count += tl.sum(begun.to(tl.int32))  # type: ignore[operator]
+        count += tl.sum(begun.to(tl.int32))
     return count - 1
 
 
@@ -39,7 +43,7 @@ def sequence_of_token(query_start, num_sequences, token):
         index = first + tl.arange(0, _CHUNK)
         start = tl.load(query_start + index, mask=index <= num_sequences, other=0)
         begun = (index <= num_sequences) & (start <= token)
-        count += tl.sum(begun.to(tl.int32))  # type: ignore[operator]
+        count += tl.sum(begun.to(tl.int32))
     return count - 1
 
 

@@ -9,7 +9,7 @@ and the two operations agree exactly. Nothing here multiplies and then adds in f
 What is cut off is below 2^-26 of the sum even for 262,144 logits; `MAX_VOCAB` is where the integers would overflow.
 """
 
-# Triton's language is typed by its compiler: constexpr parameters take plain values, tensors have their methods.
+# Triton's compiler gives launch options (num_warps, ...) and values in kernels types that its annotations do not tell.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
