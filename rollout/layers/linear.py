@@ -101,8 +101,9 @@ class MergedLinear(nn.Module):
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """For the two parts gate and up: silu(gate(x)) * up(x), [T, in_features] -> [T, out_features of one]."""
-        if self.fused_weight is None or torch.is_grad_enabled() or uses_copy(self.int8):
+        if not self.is_one_product:
             return rollout_kernels.silu_and_mul(self(x))
+        assert self.fused_weight is not None
         return rollout_kernels.linear_silu_and_mul(x, self.fused_weight, self.fused_bias)
 
     def forward_rotated(
