@@ -73,3 +73,7 @@ class UncoveredParametersError(PolicyUpdateError):
 
 class FingerprintMismatchError(PolicyUpdateError):
     """The engine's memory is not, bit for bit, what the trainer sent."""
+
+
+class TransportError(PolicyUpdateError):
+    """The way from the trainer broke: the other end failed, went away, or sent something else than it announced."""

@@ -1,34 +1,21 @@
-"""Tensors from a trainer in this process, and the interface that every transport has.
-
-A transport yields pairs of name and tensor; a tensor need only stay valid until the next is asked for. The policy
-update takes them from there (names, shapes, coverage, fingerprints), so that a new transport is one file with one
-class.
-"""
+"""Tensors from a trainer in this process, by reference, and the merged weights of PEFT models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from rollout.errors import AdapterTensorError, TensorKindError
 from rollout.weights.names import canonical_name
-from rollout.weights.transaction import PolicyUpdate
+from rollout.weights.transport import Transport
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Embedding, Linear
 
 
-class Transport(Protocol):
-    """A way for tensors from a trainer to this process."""
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the policy once, in any order, under any of the names that `names.canonical_name` reads."""
-        ...
-
-
-class InProcess:
+class InProcess(Transport):
     """By reference: a module's parameters, a state dict, or pairs. Shared memory is not copied, the rest is once."""
 
     def __init__(
@@ -41,11 +28,6 @@ class InProcess:
             return self._policy.named_parameters()
         pairs = self._policy.items() if isinstance(self._policy, Mapping) else self._policy
         return iter(cast(Iterable[tuple[str, torch.Tensor]], pairs))
-
-
-def load_named_tensors(update: PolicyUpdate, transport: Transport) -> list[str]:
-    """Feeds everything that a transport brings into an open policy update; returns the loaded names."""
-    return update.load(transport.tensors())
 
 
 def merged_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

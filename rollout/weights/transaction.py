@@ -33,10 +33,9 @@ from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.incoming import Incoming, match
 from rollout.weights.receipt import Receipt, changed_tensors, fingerprint_of, fingerprint_tensors, make_receipt
 from rollout.weights.target import UpdateTarget
+from rollout.weights.transport import NamedTensor, Transport
 
 IN_FLIGHT_MODES = ("abort",)
-
-_Pair = tuple[str, torch.Tensor]
 
 
 class Phase(enum.StrEnum):
@@ -173,14 +172,17 @@ class PolicyUpdate:
             self._tied = dict(self._engine.tied())
             self._storages = frozenset(t.untyped_storage().data_ptr() for t in self._parameters.values())
 
-    def load(self, named: Mapping[str, torch.Tensor] | Iterable[_Pair]) -> list[str]:
+    def load(self, named: Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport) -> list[str]:
         """Takes tensors over and returns their Hugging Face names; may be called often, with any split and order.
 
         A generator is consumed lazily and each tensor is copied before the next is asked for, so it may overwrite
         its tensors and never holds more than one. A mapping, list or tuple is checked wholly before the first byte is
-        written. A tensor that is the engine's own memory is covered without a copy.
+        written. A tensor that is the engine's own memory is covered without a copy. A transport is read to its end and
+        closed; what arrived must have the fingerprints that its sending side computed.
         """
         with _Step(self, "load"):
+            if isinstance(named, Transport):
+                return self._receive(named)
             pairs = _pairs(named)
             if isinstance(pairs, tuple):
                 self._check_all(pairs)
@@ -189,6 +191,32 @@ class PolicyUpdate:
                 self._store(item)
                 loaded.append(item.name)
             return loaded
+
+    def _receive(self, transport: Transport) -> list[str]:
+        """Loads what a transport brings, one tensor after the other."""
+        loaded: list[str] = []
+        arrived: dict[str, int] = {}
+        try:
+            for name, tensor in transport.tensors():
+                item = self._match((name, tensor))
+                if item is not None:
+                    self._store(item)
+                    loaded.append(item.name)
+                arrived[name] = self._arrived_fingerprint(item, tensor)
+            told = transport.sent_fingerprints()
+        finally:
+            transport.close()
+        wrong = [name for name in told.keys() | arrived.keys() if told and told.get(name) != arrived.get(name)]
+        if wrong:
+            raise FingerprintMismatchError(f"what arrived is not what the trainer sent: {_some(sorted(wrong))}")
+        return loaded
+
+    def _arrived_fingerprint(self, item: Incoming | None, tensor: torch.Tensor) -> int:
+        """Of the bytes as they came; known from the copy where the engine's dtype is the same."""
+        stored = self._sent[item.target].fingerprint if item is not None else None
+        if item is None or stored is None or tensor.dtype != item.destination.dtype:
+            return fingerprint_of(tensor)
+        return stored
 
     def post_process(self) -> None:
         """Ends the loading: every parameter must be covered. Lets the engine rebuild what it derives from them."""
@@ -254,11 +282,11 @@ class PolicyUpdate:
             if seconds > self._timeout:
                 raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {self._timeout} s at {what}")
 
-    def _match(self, named: _Pair) -> Incoming | None:
+    def _match(self, named: NamedTensor) -> Incoming | None:
         self._check_time(named[0])
         return match(*named, self._parameters, self._tied, self._storages)
 
-    def _check_all(self, named: tuple[_Pair, ...]) -> None:
+    def _check_all(self, named: tuple[NamedTensor, ...]) -> None:
         """Raises for anything wrong in tensors that are all there, without writing."""
         first: dict[str, Incoming] = {}
         for item in filter(None, map(self._match, named)):
@@ -357,9 +385,9 @@ def _next_version(version: int | None, current: int) -> int:
     return version
 
 
-def _pairs(named: Mapping[str, torch.Tensor] | Iterable[_Pair]) -> Iterable[_Pair]:
+def _pairs(named: Mapping[str, torch.Tensor] | Iterable[NamedTensor]) -> Iterable[NamedTensor]:
     """The pairs as a tuple where all of them are there already, else as they come."""
-    pairs = cast(Iterable[_Pair], named.items() if isinstance(named, Mapping) else named)
+    pairs = cast(Iterable[NamedTensor], named.items() if isinstance(named, Mapping) else named)
     return tuple(pairs) if isinstance(pairs, (list, tuple, ItemsView)) else pairs
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollout.errors import AdapterTensorError
-from rollout.weights.in_process import InProcess, load_named_tensors, merged_tensors
+from rollout.weights.in_process import InProcess, merged_tensors
 from rollout.weights.names import canonical_name
 from rollout.weights.transaction import PolicyUpdate
 from tests.support.recording_engine import RecordingEngine, new_policy
@@ -38,7 +38,7 @@ def test_a_module_a_mapping_and_pairs_all_load(give: Callable[[dict[str, torch.T
     engine = RecordingEngine()
     policy = new_policy(engine)
     with PolicyUpdate(engine) as update:
-        loaded = load_named_tensors(update, InProcess(give(policy)))  # pyright: ignore[reportArgumentType]
+        loaded = update.load(InProcess(give(policy)))  # pyright: ignore[reportArgumentType]
     assert sorted(loaded) == sorted(policy)
     for name, tensor in engine.tensors.items():
         assert torch.equal(tensor, policy[name])
@@ -47,7 +47,7 @@ def test_a_module_a_mapping_and_pairs_all_load(give: Callable[[dict[str, torch.T
 def test_a_module_over_the_engines_memory_moves_no_bytes():
     engine = RecordingEngine()
     with PolicyUpdate(engine) as update:
-        load_named_tensors(update, InProcess(_Module(engine.tensors)))
+        update.load(InProcess(_Module(engine.tensors)))
     assert update.receipt.bytes_copied == 0
     assert update.receipt.bytes_shared == update.receipt.num_bytes
 

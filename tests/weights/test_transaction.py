@@ -14,14 +14,16 @@ from torch import nn
 from rollout.errors import (
     AdapterTensorError,
     DuplicateTensorError,
+    FingerprintMismatchError,
     TensorKindError,
     TensorShapeError,
     TiedTensorError,
     UncoveredParametersError,
     UnknownTensorError,
 )
-from rollout.weights.receipt import parameters_fingerprint, receipt_id, verify_receipt
+from rollout.weights.receipt import fingerprint_of, parameters_fingerprint, receipt_id, verify_receipt
 from rollout.weights.transaction import PolicyUpdate
+from rollout.weights.transport import Transport
 from tests.support.recording_engine import (
     COMPLETE,
     EMBED,
@@ -122,6 +124,54 @@ def test_strided_and_float64_sources_are_cast_and_copied():
     with PolicyUpdate(engine) as update:
         update.load(policy)
     assert_holds(engine, policy)
+
+
+# Transports
+
+
+class _Wire(Transport):
+    """Brings `tensors` and says that `fingerprints` were sent."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], fingerprints: dict[str, int]) -> None:
+        self.pairs, self.fingerprints, self.num_closed = tensors, fingerprints, 0
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.pairs.items()
+
+    def sent_fingerprints(self) -> dict[str, int]:
+        return self.fingerprints
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transport_is_read_closed_and_held_to_what_its_sender_says(dtype: torch.dtype):
+    engine = RecordingEngine(torch.bfloat16)
+    policy = new_policy(engine, dtype=dtype)
+    wire = _Wire(policy, {name: fingerprint_of(tensor) for name, tensor in policy.items()})
+    with PolicyUpdate(engine) as update:
+        assert sorted(update.load(wire)) == sorted(policy)
+    assert wire.num_closed == 1
+    assert_holds(engine, policy)
+
+
+@pytest.mark.parametrize("fault", ["changed on the way", "missing here", "unknown there"])
+def test_a_difference_between_sender_and_receiver_fails_the_update(fault: str):
+    engine = RecordingEngine(torch.bfloat16)
+    policy = new_policy(engine)
+    told = {name: fingerprint_of(tensor) for name, tensor in policy.items()}
+    if fault == "changed on the way":
+        policy[Q_PROJ].view(torch.uint8)[0, 0] ^= 1
+    elif fault == "missing here":
+        told["model.layers.9.self_attn.q_proj.weight"] = 1
+    else:
+        del told[Q_PROJ]
+    wire = _Wire(policy, told)
+    with pytest.raises(FingerprintMismatchError, match="is not what the trainer sent"), PolicyUpdate(engine) as update:
+        update.load(wire)
+    assert wire.num_closed == 1
+    assert_unusable_until_a_complete_update(engine)
 
 
 # Memory that trainer and engine share
