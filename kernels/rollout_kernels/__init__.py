@@ -18,6 +18,7 @@ from rollout_kernels.dispatch import (
 from rollout_kernels.int8 import Int8Weight, int8_weight_shapes
 from rollout_kernels.kv_cache import KVCache, KVLayout
 from rollout_kernels.operations import (
+    copy_and_fingerprint,
     copy_blocks,
     copy_blocks_between,
     embedding,
@@ -66,6 +67,7 @@ __all__ = [
     "backend_on",
     "can_record",
     "checkpoint_contexts",
+    "copy_and_fingerprint",
     "copy_blocks",
     "copy_blocks_between",
     "embedding",

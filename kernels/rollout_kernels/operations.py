@@ -20,6 +20,7 @@ from rollout_kernels.reference.reduce import accumulation_dtype
 from rollout_kernels.results import SampleArguments, SampleResult
 
 __all__ = [
+    "copy_and_fingerprint",
     "copy_blocks",
     "copy_blocks_between",
     "embedding",
@@ -431,3 +432,20 @@ def fingerprint(tensor: torch.Tensor) -> int:
     in_place = tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1)
     tensor = tensor if in_place else tensor.contiguous()
     return backend_for(tensor).fingerprint(tensor if tensor.dim() <= 2 else tensor.flatten(1))
+
+
+def copy_and_fingerprint(destination: torch.Tensor, source: torch.Tensor) -> int:
+    """`destination.copy_(source)`, and the `fingerprint` of what was written, in one pass where both are contiguous.
+
+    Converts as torch does (to nearest, ties to even). Raises `ValueError` for unequal shapes or a destination with rows
+    that are not contiguous.
+    """
+    destination, source = destination.detach(), source.detach()
+    if destination.shape != source.shape:
+        raise ValueError(f"source has shape {tuple(source.shape)}, destination {tuple(destination.shape)}")
+    if not destination.is_contiguous() and not (destination.dim() == 2 and destination.stride(1) == 1):
+        raise ValueError(f"destination has strides {destination.stride()}: its rows must be contiguous")
+    value = backend_for(destination).copy_and_fingerprint(destination, source)
+    if not destination.is_inference():
+        torch.autograd.graph.increment_version(destination)
+    return value

@@ -34,6 +34,7 @@ from rollout.weights.incoming import Incoming, match
 from rollout.weights.receipt import Receipt, changed_tensors, fingerprint_of, fingerprint_tensors, make_receipt
 from rollout.weights.target import UpdateTarget
 from rollout.weights.transport import NamedTensor, Transport
+from rollout_kernels import copy_and_fingerprint
 
 IN_FLIGHT_MODES = ("abort",)
 
@@ -305,15 +306,11 @@ class PolicyUpdate:
                 self._sent[item.target] = _Sent(item.name, None)
                 self.bytes_shared += size
             return
-        cast = item.cast()
         if item.target in self._sent:
-            self._check_repeated(item, cast)
+            self._check_repeated(item, item.cast())
             return
-        sent = _Sent(item.name, fingerprint_of(cast))
         self._written = True
-        with torch.no_grad():
-            item.destination.copy_(cast)
-        self._sent[item.target] = sent
+        self._sent[item.target] = _Sent(item.name, copy_and_fingerprint(item.destination, item.source))
         self.bytes_copied += size
 
     def _check_repeated(self, item: Incoming, cast: torch.Tensor) -> None:

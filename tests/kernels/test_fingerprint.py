@@ -85,3 +85,51 @@ def test_threads_do_not_matter() -> None:
         expected = rk.fingerprint(tensor)
     with num_threads(2):
         assert rk.fingerprint(tensor) == expected
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("origin", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0, 1, 15, 17, 32_768, 40_001, 300_001])
+def test_copying_writes_what_torch_writes_and_returns_its_fingerprint(
+    backend: str, to: torch.dtype, origin: torch.dtype, size: int
+) -> None:
+    source = (randn(size, seed=size) * 3).to(origin)
+    if size > 10:  # below 2^-126, infinite, the largest, ties
+        odd = torch.tensor([1e-40, -3e-39, float("inf"), -float("inf"), 3.39e38, 1 + 2**-8, 1 + 3 * 2**-8, -0.0])
+        source[: len(odd)] = odd.to(origin)
+    destination = torch.full((size,), float("nan"), dtype=to)
+    with rk.use_backend(backend):
+        value = rk.copy_and_fingerprint(destination, source)
+        assert value == rk.fingerprint(source.to(to))
+    assert torch.equal(destination.view(torch.uint8), source.to(to).view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_copying_between_strided_tensors_touches_nothing_else(backend: str) -> None:
+    wide = torch.full((50, 40), float("nan"))
+    source = randn(30, 50, seed=6).T
+    with rk.use_backend(backend):
+        assert rk.copy_and_fingerprint(wide[:, 5:35], source) == rk.fingerprint(source)
+        fused = torch.full((3, 4, 10), float("nan"), dtype=torch.bfloat16)
+        assert rk.copy_and_fingerprint(fused[1], source[:4, :10]) == rk.fingerprint(source[:4, :10].bfloat16())
+    assert torch.equal(wide[:, 5:35], source)
+    assert torch.isnan(wide[:, :5]).all()
+    assert torch.isnan(wide[:, 35:]).all()
+    assert torch.equal(fused[1], source[:4, :10].bfloat16())
+    assert torch.isnan(fused[::2]).all()
+
+
+def test_a_copy_counts_as_a_change_in_place() -> None:
+    destination = torch.zeros(10)
+    rk.copy_and_fingerprint(destination, torch.ones(10))
+    assert destination._version > 0
+    with torch.inference_mode():
+        rk.copy_and_fingerprint(torch.zeros(10), torch.ones(10))
+
+
+def test_copies_that_cannot_be_made_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"source has shape \(3,\), destination \(4,\)"):
+        rk.copy_and_fingerprint(torch.zeros(4), torch.zeros(3))
+    with pytest.raises(ValueError, match="destination has strides"):
+        rk.copy_and_fingerprint(torch.zeros(4, 4).T, torch.zeros(4, 4))

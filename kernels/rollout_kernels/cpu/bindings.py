@@ -71,6 +71,7 @@ SIGNATURES = {
     "rk_token_logprobs_backward": ("-", "pl p p f p p i ll"),
     "rk_replay": ("l", "ppp l p"),
     "rk_fingerprint": ("u", "p lll"),
+    "rk_copy_and_fingerprint": ("u", "pi pi ll"),
 }
 
 

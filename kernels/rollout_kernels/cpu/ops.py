@@ -55,6 +55,7 @@ class CpuKernels:
         self._token_logprobs = functions["token_logprobs"]
         self._token_logprobs_backward = functions["token_logprobs_backward"]
         self._fingerprint = functions["fingerprint"]
+        self._copy_and_fingerprint = functions["copy_and_fingerprint"]
 
     def _follow_torch(self) -> None:
         """Lets the kernels use as many threads as torch does now."""
@@ -407,6 +408,19 @@ class CpuKernels:
         row_bytes = tensor.numel() // max(rows, 1) * size
         stride = tensor.stride(0) * size if tensor.dim() > 1 else row_bytes
         return self._fingerprint(tensor.data_ptr(), rows, row_bytes, stride)
+
+    def copy_and_fingerprint(self, destination: torch.Tensor, source: torch.Tensor) -> int:
+        self._follow_torch()
+        to, origin = destination.dtype, source.dtype
+        together = destination.is_contiguous() and source.is_contiguous() and source.device == destination.device
+        if not together or (to != origin and not {to, origin} <= _DTYPE.keys()):
+            destination.copy_(source)
+            return self.fingerprint(destination if destination.dim() <= 2 else destination.flatten(1))
+        same = to == origin
+        return self._copy_and_fingerprint(
+            *(destination.data_ptr(), 0 if same else _DTYPE[to], source.data_ptr(), 0 if same else _DTYPE[origin]),
+            *(destination.numel(), destination.element_size()),
+        )
 
 
 def _kv_dtype(cache: KVCache) -> int:

@@ -11,7 +11,7 @@ from rollout_kernels.gpu.attention import paged_attention
 from rollout_kernels.gpu.attention_backward import attention_backward
 from rollout_kernels.gpu.copy_blocks import copy_blocks
 from rollout_kernels.gpu.embedding import embedding
-from rollout_kernels.gpu.fingerprint import fingerprint
+from rollout_kernels.gpu.fingerprint import copy_and_fingerprint, fingerprint
 from rollout_kernels.gpu.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.gpu.kv_cache import write_kv
 from rollout_kernels.gpu.linear import linear
@@ -27,6 +27,7 @@ kv_layout = "plain"
 
 __all__ = [
     "attention_backward",
+    "copy_and_fingerprint",
     "copy_blocks",
     "embedding",
     "fingerprint",

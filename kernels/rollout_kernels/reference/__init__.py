@@ -7,7 +7,7 @@ elementwise work in float64 that is rounded once. All of them take float64 as we
 from rollout_kernels.reference.activation import silu_and_mul, silu_and_mul_backward
 from rollout_kernels.reference.attention import attention_backward, paged_attention
 from rollout_kernels.reference.embedding import embedding
-from rollout_kernels.reference.fingerprint import fingerprint
+from rollout_kernels.reference.fingerprint import copy_and_fingerprint, fingerprint
 from rollout_kernels.reference.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.reference.kv_cache import copy_blocks, write_kv
 from rollout_kernels.reference.linear import linear
@@ -24,6 +24,7 @@ kv_layout = "tiled"
 
 __all__ = [
     "attention_backward",
+    "copy_and_fingerprint",
     "copy_blocks",
     "embedding",
     "fingerprint",

@@ -45,3 +45,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
         h = _fold(h, value)
     h = _fold(h, len(data))
     return h ^ (h >> 32)
+
+
+def copy_and_fingerprint(destination: torch.Tensor, source: torch.Tensor) -> int:
+    destination.copy_(source)
+    return fingerprint(destination)

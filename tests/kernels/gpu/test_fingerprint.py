@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout_kernels import reference
-from rollout_kernels.gpu.fingerprint import fingerprint
+from rollout_kernels.gpu.fingerprint import copy_and_fingerprint, fingerprint
 from tests.support.kernels import randn
 from tests.support.triton_kernels import poisoned_memory
 
@@ -66,3 +66,10 @@ def test_a_flipped_bit_anywhere_shows() -> None:
         seen.add(fingerprint(data))
         data[byte] = 0
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
+def test_copying_returns_the_fingerprint_of_what_was_written(to: torch.dtype) -> None:
+    source, destination = randn(3, 5, 40, seed=4), torch.full((3, 5, 40), float("nan"), dtype=to)
+    assert copy_and_fingerprint(destination, source) == reference.fingerprint(source.to(to))
+    assert torch.equal(destination, source.to(to))

@@ -22,35 +22,46 @@ RK_INLINE uint64_t fold(uint64_t h, uint64_t value) {
   return h ^ (h >> 29);
 }
 
-struct Lanes {
+// The hash of a chunk while its stripes come.
+struct ChunkHash {
   v8u64 state[4], sum[4];
-  inline __attribute__((always_inline)) void absorb(const char* p) {
+
+  ChunkHash() {
+    uint64_t words[kLanes];
+    for (long i = 0; i < kLanes; i++) words[i] = kSeed * (uint64_t)(i + 1);
+    memcpy(state, words, sizeof state);
+    memset(sum, 0, sizeof sum);
+  }
+  inline __attribute__((always_inline)) void absorb(const char* stripe) {
     for (int j = 0; j < 4; j++) {
       v8u64 word;
-      memcpy(&word, p + 64 * j, sizeof word);
+      memcpy(&word, stripe + 64 * j, sizeof word);
       word ^= state[j];
       state[j] = ((word << 23) | (word >> 41)) * kLane;
       sum[j] += state[j];
     }
   }
+  uint64_t value() const {
+    uint64_t h = kSeed;
+    for (const v8u64* lanes : {state, sum}) {
+      uint64_t words[kLanes];
+      memcpy(words, lanes, sizeof words);
+      for (const uint64_t word : words) h = fold(h, word);
+    }
+    return h;
+  }
 };
 
 uint64_t hash_chunk(const char* data, long size) {
-  uint64_t words[2 * kLanes] = {};
-  for (long i = 0; i < kLanes; i++) words[i] = kSeed * (uint64_t)(i + 1);
-  Lanes lanes;
-  memcpy(&lanes, words, sizeof words);
+  ChunkHash hash;
   long i = 0;
-  for (; i + kStripe <= size; i += kStripe) lanes.absorb(data + i);
+  for (; i + kStripe <= size; i += kStripe) hash.absorb(data + i);
   if (i < size) {
     char last[kStripe] = {};
     memcpy(last, data + i, (size_t)(size - i));
-    lanes.absorb(last);
+    hash.absorb(last);
   }
-  memcpy(words, &lanes, sizeof words);
-  uint64_t h = kSeed;
-  for (const uint64_t word : words) h = fold(h, word);
-  return h;
+  return hash.value();
 }
 
 // Copies bytes [first, first + size) of the rows laid end to end.
@@ -64,6 +75,80 @@ void gather(const char* data, long row_bytes, long row_stride, long first, long 
     row++;
     offset = 0;
   }
+}
+
+// The bytes of the chunks' hashes folded in order, then their number.
+uint64_t fold_chunks(const std::vector<uint64_t>& hashes, long total) {
+  uint64_t h = kSeed;
+  for (const uint64_t hash : hashes) h = fold(h, hash);
+  h = fold(h, (uint64_t)total);
+  return h ^ (h >> 32);
+}
+
+// Weights may be below 2^-126, and what torch makes of them must come out.
+RK_INLINE void put(float* p, v16f v) { store(p, v); }
+RK_INLINE void put(bf16* p, v16f v) {
+  const v16h h = to_bf16_exactly(v);
+  memcpy(p, &h, sizeof h);
+}
+
+// `size` bytes of the converted elements, up to one stripe; the rest of `stripe` becomes zeros.
+template <class To, class From>
+struct Convert {
+  const From* from;
+  inline __attribute__((always_inline)) void operator()(long first, long size, char* stripe) const {
+    const From* in = from + first / (long)sizeof(To);
+    const long count = size / (long)sizeof(To);
+    To* out = (To*)stripe;
+    if (size == kStripe) {
+      for (long i = 0; i < kStripe / (long)sizeof(To); i += 16) put(out + i, load(in + i));
+      return;
+    }
+    memset(stripe, 0, kStripe);
+    for (long i = 0; i < count; i += 16) put(out + i, load_partial(in + i, count - i < 16 ? count - i : 16));
+  }
+};
+
+struct Bytes {
+  const char* from;
+  inline __attribute__((always_inline)) void operator()(long first, long size, char* stripe) const {
+    if (size < kStripe) memset(stripe, 0, kStripe);
+    memcpy(stripe, from + first, (size_t)size);
+  }
+};
+
+// A stripe to memory that nobody reads soon: lines that are written whole need not be read first.
+RK_INLINE void write_past_cache(char* to, const char* stripe) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < kStripe; i += 64) _mm512_stream_si512((__m512i*)(to + i), _mm512_loadu_si512(stripe + i));
+#elif defined(__AVX__)
+  for (int i = 0; i < kStripe; i += 32)
+    _mm256_stream_si256((__m256i*)(to + i), _mm256_loadu_si256((const __m256i*)(stripe + i)));
+#else
+  memcpy(to, stripe, kStripe);
+#endif
+}
+
+// Bytes [first, first + size) of the destination; returns the hash of what `read` gives, not of what lies there afterwards:
+// a copy that goes wrong shows when the destination is read again.
+template <class Read>
+uint64_t copy_chunk(char* to, long first, long size, const Read& read) {
+  ChunkHash hash;
+  alignas(64) char stripe[kStripe];
+  const bool aligned = (uintptr_t)(to + first) % 64 == 0;
+  for (long i = 0; i < size; i += kStripe) {
+    const long bytes = size - i < kStripe ? size - i : kStripe;
+    read(first + i, bytes, stripe);
+    hash.absorb(stripe);
+    if (aligned && bytes == kStripe)
+      write_past_cache(to + first + i, stripe);
+    else
+      memcpy(to + first + i, stripe, (size_t)bytes);
+  }
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+  return hash.value();
 }
 
 }  // namespace
@@ -87,8 +172,25 @@ extern "C" uint64_t rk_fingerprint(const void* data, long rows, long row_bytes, 
         hashes[c] = hash_chunk(source, size);
       }
   });
-  uint64_t h = kSeed;
-  for (long c = 0; c < chunks; c++) h = fold(h, hashes[c]);
-  h = fold(h, (uint64_t)total);
-  return h ^ (h >> 32);
+  return fold_chunks(hashes, total);
+}
+
+// Copies `count` elements, converting them, and returns the fingerprint of the copy, hashed while it is in cache.
+// dtypes: 0 float32, 1 bfloat16; of the same type, any elements of `size` bytes.
+extern "C" uint64_t rk_copy_and_fingerprint(void* to, int to_dtype, const void* from, int from_dtype, long count, long size) {
+  const long total = count * size, chunks = (total + kChunk - 1) / kChunk;
+  std::vector<uint64_t> hashes((size_t)chunks);
+  parallel_items(chunks, 16, chunks >= 64, [&](Items& items) {
+    for (long begin, end; items.take(&begin, &end);)
+      for (long c = begin; c < end; c++) {
+        const long first = c * kChunk, bytes = total - first < kChunk ? total - first : kChunk;
+        if (to_dtype == from_dtype)
+          hashes[c] = copy_chunk((char*)to, first, bytes, Bytes{(const char*)from});
+        else if (to_dtype == 1)
+          hashes[c] = copy_chunk((char*)to, first, bytes, Convert<bf16, float>{(const float*)from});
+        else
+          hashes[c] = copy_chunk((char*)to, first, bytes, Convert<float, bf16>{(const bf16*)from});
+      }
+  });
+  return fold_chunks(hashes, total);
 }

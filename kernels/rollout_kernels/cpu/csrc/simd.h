@@ -53,15 +53,19 @@ RK_INLINE v16f load(const bf16* p) {
   memcpy(&h, p, sizeof h);
   return from_bits(__builtin_convertvector(h, v16u) << 16);
 }
-RK_INLINE v16h to_bf16(v16f v) {
-#if defined(__AVX512BF16__)
-  return (v16h)_mm512_cvtneps_pbh((__m512)v);  // takes numbers below 2^-126 as zero
-#else
+// As float_to_bf16, also below 2^-126.
+RK_INLINE v16h to_bf16_exactly(v16f v) {
   v16u u = as_bits(v);
   v16u rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   v16i nan = (v16i)((u & 0x7fffffffu) > 0x7f800000u);
   rounded = (rounded & ~(v16u)nan) | (0x7fc0u & (v16u)nan);
   return __builtin_convertvector(rounded, v16h);
+}
+RK_INLINE v16h to_bf16(v16f v) {
+#if defined(__AVX512BF16__)
+  return (v16h)_mm512_cvtneps_pbh((__m512)v);  // takes numbers below 2^-126 as zero
+#else
+  return to_bf16_exactly(v);
 #endif
 }
 RK_INLINE void store(bf16* p, v16f v) {
