@@ -122,34 +122,33 @@ struct Span {
   int first, end;
 };
 
-// scores[r] = q[r] . keys, for `Count` rows from `row` on and the first `tiles` tiles; the others are not written.
-template <typename Type, int Count, int Dim>
-void score_rows(const Group<Type>& group, Rows<Type>& rows, int row, long padded_dim, int tiles) {
+// scores[r] = q[r] . keys, for `Count` rows from `row` on and the first `Tiles` tiles; the others are not written.
+template <typename Type, int Count, int Dim, int Tiles>
+RK_INLINE void score_tiles(const Group<Type>& group, Rows<Type>& rows, int row, long padded_dim) {
   const long dim = Dim ? Dim : padded_dim;
   constexpr int inner = Type::inner;
   const typename Type::element* q = rows.q.data() + row * dim;
   float* scores = rows.scores(row);
-  if (tiles == kGroupTiles) {
-    v16f acc[Count][kGroupTiles];
+  v16f acc[Count][Tiles];
+  for (int r = 0; r < Count; r++)
+    for (int t = 0; t < Tiles; t++) acc[r][t] = v16f{};
+  for (long d = 0; d < dim; d += inner) {
+    for (int t = 0; t < kGroupTiles; t++) __builtin_prefetch(group.next_keys[t] + d * kTile, 0, 2);
     for (int r = 0; r < Count; r++)
-      for (int t = 0; t < kGroupTiles; t++) acc[r][t] = v16f{};
-    for (long d = 0; d < dim; d += inner) {
-      for (int t = 0; t < kGroupTiles; t++) __builtin_prefetch(group.next_keys[t] + d * kTile, 0, 2);
-      for (int r = 0; r < Count; r++)
-        for (int t = 0; t < kGroupTiles; t++)
-          acc[r][t] = Type::multiply_add(acc[r][t], q + r * dim + d, group.keys[t] + d * kTile);
-    }
-    for (int r = 0; r < Count; r++)
-      for (int t = 0; t < kGroupTiles; t++) store(scores + r * kGroup + t * kTile, acc[r][t]);
-    return;
+      for (int t = 0; t < Tiles; t++)
+        acc[r][t] = Type::multiply_add(acc[r][t], q + r * dim + d, group.keys[t] + d * kTile);
   }
-  for (int t = 0; t < tiles; t++) {
-    v16f acc[Count];
-    for (int r = 0; r < Count; r++) acc[r] = v16f{};
-    for (long d = 0; d < dim; d += inner)
-      for (int r = 0; r < Count; r++)
-        acc[r] = Type::multiply_add(acc[r], q + r * dim + d, group.keys[t] + d * kTile);
-    for (int r = 0; r < Count; r++) store(scores + r * kGroup + t * kTile, acc[r]);
+  for (int r = 0; r < Count; r++)
+    for (int t = 0; t < Tiles; t++) store(scores + r * kGroup + t * kTile, acc[r][t]);
+}
+
+template <typename Type, int Count, int Dim>
+void score_rows(const Group<Type>& group, Rows<Type>& rows, int row, long padded_dim, int tiles) {
+  switch (tiles) {
+    case 4: score_tiles<Type, Count, Dim, 4>(group, rows, row, padded_dim); break;
+    case 3: score_tiles<Type, Count, Dim, 3>(group, rows, row, padded_dim); break;
+    case 2: score_tiles<Type, Count, Dim, 2>(group, rows, row, padded_dim); break;
+    default: score_tiles<Type, Count, Dim, 1>(group, rows, row, padded_dim);
   }
 }
 

@@ -134,6 +134,18 @@ void gather_tile(const Arguments& a, int sequence, int kv_head, long start, long
   }
 }
 
+// The first `count` of a tile's 16 keys' values, with zeros after them: a probability of zero does not make a number of
+// what nobody has written. Its keys can stay where they lie, since what comes of them is masked.
+template <typename Cached>
+void copy_values(const Cached* values, long count, long padded_dim, Cached* out) {
+  constexpr int inner = kCachedInner<Cached>;
+  const long row = padded_dim * inner, whole = count / inner * row;
+  memcpy(out, values, whole * sizeof(Cached));
+  memset(out + whole, 0, (kTile * padded_dim - whole) * sizeof(Cached));
+  if (count % inner)
+    for (long d = 0; d < row; d += inner) out[whole + d] = values[whole + d];
+}
+
 RK_INLINE v16f load_integers(const int8_t* p) {
 #if defined(__AVX512F__)
   return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -160,8 +172,8 @@ static inline void unpack_tile(const int8_t* keys, const int8_t* values, long pa
     }
 }
 
-// Fills in the first tiles of the group at `first_key`. Those that lie whole and valid in the cache are used in place; the
-// others (odd block sizes, the end of the sequence) are gathered. Keys below `first_seen` are seen by no row and not read.
+// Fills in the first tiles of the group at `first_key`. Those that lie whole in the cache are used in place, apart from the
+// values of a sequence's last tile; the others (odd block sizes) are gathered. Keys below `first_seen` are seen by no row and not read.
 template <typename Type, typename Cached>
 void locate_group(const Arguments& a, int sequence, int kv_head, long first_key, long first_seen,
                   int tiles, TileBuffers<Type, Cached>& buffers, Group<Type>& group) {
@@ -171,7 +183,7 @@ void locate_group(const Arguments& a, int sequence, int kv_head, long first_key,
   for (int t = 0; t < tiles; t++) {
     const long start = first_key + t * kTile;
     const long end = start + kTile < num_keys ? start + kTile : num_keys;
-    const bool in_place = a.block_size % kTile == 0 && end == start + kTile && end > first_seen;
+    const bool in_place = a.block_size % kTile == 0 && end > first_seen;
     const Cached *keys, *values;
     if (in_place) {
       const long tile = find_tile(a, sequence, kv_head, start);
@@ -180,6 +192,12 @@ void locate_group(const Arguments& a, int sequence, int kv_head, long first_key,
       if (a.key_scales) {
         memcpy(group.key_scales + t * kTile, a.key_scales + tile * kTile, kTile * sizeof(float));
         memcpy(group.value_scales + t * kTile, a.value_scales + tile * kTile, kTile * sizeof(float));
+        memset(group.value_scales + t * kTile + (end - start), 0, (start + kTile - end) * sizeof(float));
+      }
+      if (end < start + kTile) {
+        Cached* copied = buffers.gathered.data() + 2 * t * tile_elements;
+        copy_values(values, end - start, a.padded_dim, copied);
+        values = copied;
       }
     } else {
       Cached* gathered = buffers.gathered.data() + 2 * t * tile_elements;
@@ -197,8 +215,10 @@ void locate_group(const Arguments& a, int sequence, int kv_head, long first_key,
       group.keys[t] = keys;
       group.values[t] = values;
     }
-    group.next_keys[t] = group.keys[t];
-    group.next_values[t] = group.values[t];
+  }
+  for (int t = 0; t < kGroupTiles; t++) {
+    group.next_keys[t] = group.keys[0];
+    group.next_values[t] = group.values[0];
   }
 }
 
