@@ -6,6 +6,7 @@ result that is not wanted is an empty tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -285,19 +286,28 @@ def _linear_token_logprobs(
     temperatures: torch.Tensor | None,
     temperature: float,
     chunk: int,
+    num_kept: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a chunk of rows at a time, and once more in the backward pass."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a chunk of rows at a time. Those of the first `num_kept` rows are returned too, for the backward."""
     checks.linear(hidden, weight, None, hidden.dtype)
     kernels, wide = backend_for(hidden, backend), accumulation_dtype(hidden.dtype)
     logprobs = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
     entropy = torch.empty_like(logprobs)
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
+    kept = torch.empty((num_kept, weight.shape[0]), dtype=wide, device=hidden.device)
+    for rows in _chunks(hidden.shape[0], chunk, num_kept):
         logits = kernels.linear(hidden[rows], weight, None, wide)
         kind = _part(temperature, temperatures, rows)
         logprobs[rows], entropy[rows] = kernels.token_logprobs(logits, token_ids[rows], kind)
-    return logprobs, entropy
+        if rows.stop <= num_kept:
+            kept[rows] = logits
+    return logprobs, entropy, kept
+
+
+def _chunks(num_rows: int, chunk: int, num_kept: int) -> list[slice]:
+    """Up to `chunk` rows each; none has rows on both sides of `num_kept`."""
+    starts = [*range(0, num_kept, chunk), *range(num_kept, num_rows, chunk)]
+    return [slice(start, end) for start, end in itertools.pairwise([*starts, num_rows])]
 
 
 def _linear_token_logprobs_fake(
@@ -307,22 +317,29 @@ def _linear_token_logprobs_fake(
     temperatures: torch.Tensor | None,
     temperature: float,
     chunk: int,
+    num_kept: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = accumulation_dtype(hidden.dtype)
-    return hidden.new_empty(hidden.shape[0], dtype=wide), hidden.new_empty(hidden.shape[0], dtype=wide)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows, wide = hidden.shape[0], accumulation_dtype(hidden.dtype)
+    shapes = ((num_rows,), (num_rows,), (num_kept, weight.shape[0]))
+    one, other, kept = (hidden.new_empty(shape, dtype=wide) for shape in shapes)
+    return one, other, kept
 
 
-def _linear_token_logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    hidden, weight, token_ids, temperatures, ctx.temperature, ctx.chunk, ctx.backend = inputs
-    ctx.save_for_backward(hidden, weight, token_ids, temperatures)
-    ctx.mark_non_differentiable(output[1])
+def _linear_token_logprobs_setup(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    hidden, weight, token_ids, temperatures, ctx.temperature, ctx.chunk, _, ctx.backend = inputs
+    ctx.save_for_backward(hidden, weight, token_ids, temperatures, output[2])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _linear_token_logprobs_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> Gradients:
+def _linear_token_logprobs_backward(
+    ctx: Any, grad: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+) -> Gradients:
     wanted = list(ctx.needs_input_grad[:2])
     grads = linear_token_logprobs_backward(grad, *ctx.saved_tensors, ctx.temperature, ctx.chunk, *wanted, ctx.backend)
-    return *map(optional, grads, wanted), None, None, None, None, None
+    return *map(optional, grads, wanted), None, None, None, None, None, None
 
 
 def _products_of_linear_token_logprobs(
@@ -331,6 +348,7 @@ def _products_of_linear_token_logprobs(
     weight: torch.Tensor,
     token_ids: torch.Tensor,
     temperatures: torch.Tensor | None,
+    kept: torch.Tensor,
     temperature: float,
     chunk: int,
     hidden_wanted: bool,
@@ -341,9 +359,8 @@ def _products_of_linear_token_logprobs(
     kernels, wide, grad = backend_for(hidden, backend), accumulation_dtype(hidden.dtype), grad.contiguous()
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if hidden_wanted else nothing(hidden)
     grad_weight = None
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        logits = kernels.linear(hidden[rows], weight, None, wide)
+    for rows in _chunks(hidden.shape[0], chunk, kept.shape[0]):
+        logits = kept[rows] if rows.stop <= kept.shape[0] else kernels.linear(hidden[rows], weight, None, wide)
         kind = _part(temperature, temperatures, rows)
         grad_logits = kernels.token_logprobs_backward(logits, token_ids[rows], kind, grad[rows], hidden.dtype)
         del logits
@@ -364,6 +381,7 @@ def _products_of_linear_token_logprobs_fake(
     weight: torch.Tensor,
     token_ids: torch.Tensor,
     temperatures: torch.Tensor | None,
+    kept: torch.Tensor,
     temperature: float,
     chunk: int,
     hidden_wanted: bool,
@@ -378,7 +396,7 @@ def _products_of_linear_token_logprobs_fake(
 
 linear_token_logprobs = define(
     "linear_token_logprobs(Tensor hidden, Tensor weight, Tensor token_ids, Tensor? temperatures, float temperature, "
-    "int chunk, str backend) -> (Tensor, Tensor)",
+    "int chunk, int num_kept, str backend) -> (Tensor, Tensor, Tensor)",
     _linear_token_logprobs,
     _linear_token_logprobs_fake,
     _linear_token_logprobs_setup,
@@ -386,7 +404,8 @@ linear_token_logprobs = define(
 )
 linear_token_logprobs_backward = define(
     "linear_token_logprobs_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor token_ids, Tensor? temperatures, "
-    "float temperature, int chunk, bool hidden_wanted, bool weight_wanted, str backend) -> (Tensor, Tensor)",
+    "Tensor kept, float temperature, int chunk, bool hidden_wanted, bool weight_wanted, str backend) "
+    "-> (Tensor, Tensor)",
     _products_of_linear_token_logprobs,
     _products_of_linear_token_logprobs_fake,
 )

@@ -405,12 +405,14 @@ def linear_token_logprobs(
     token_ids: torch.Tensor,
     temperature: float | torch.Tensor = 1.0,
     chunk: int = 512,
+    kept_bytes: int = 256 << 20,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs [T], entropy [T]) of token ids (int64 [T]) under the softmax of hidden @ weight^T / temperature.
 
-    hidden is [T, H] and weight [V, H]. Never holds the logits of more than `chunk` rows: the backward computes them
-    again. Differentiable with respect to hidden and weight; the entropy is for reporting and has no gradient. Logprobs
-    are bit for bit those of `sample`.
+    hidden is [T, H] and weight [V, H]. The logits of at most `chunk` rows are held at a time, and where a backward pass
+    will follow, up to `kept_bytes` of them until then; it computes those of the other rows again. Differentiable with
+    respect to hidden and weight; the entropy is for reporting and has no gradient. Logprobs are bit for bit those of
+    `sample`.
     """
     checks.linear(hidden, weight, None, hidden.dtype)
     checks.vector("token_ids", token_ids, hidden.shape[0], torch.int64)
@@ -418,9 +420,14 @@ def linear_token_logprobs(
         checks.vector("temperature", temperature, hidden.shape[0], torch.float32)
     if chunk < 1:
         raise ValueError(f"chunk={chunk!r} is not valid: it must be at least 1")
-    return autograd_linear.linear_token_logprobs(
-        hidden, weight, token_ids, *_temperature(temperature), chunk, current_setting()
+    if kept_bytes < 0:
+        raise ValueError(f"kept_bytes={kept_bytes!r} is not valid: it must be at least 0")
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    num_kept = min(hidden.shape[0], kept_bytes // (4 * weight.shape[0])) if with_gradient else 0
+    logprobs, entropy, _ = autograd_linear.linear_token_logprobs(
+        hidden, weight, token_ids, *_temperature(temperature), chunk, num_kept, current_setting()
     )
+    return logprobs, entropy
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

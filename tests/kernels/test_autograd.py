@@ -1,6 +1,7 @@
 """Gradients: gradcheck in float64, float32 and bfloat16 against float64, and forwards with the bits of inference."""
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -55,10 +56,12 @@ def test_token_logprobs_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
-def test_linear_token_logprobs_gradcheck(chunk: int) -> None:
+@pytest.mark.parametrize("num_kept", [0, 1, 4, 100])
+def test_linear_token_logprobs_gradcheck(chunk: int, num_kept: int) -> None:
     ids, temperature = torch.tensor([0, 10, 3, 3, 7]), torch.tensor([0.5, 1.0, 2.0, 1.0, 1.0])
     hidden, weight = leaf(5, 4, seed=1), leaf(11, 4, seed=2)
-    assert gradcheck(lambda h, w: rk.linear_token_logprobs(h, w, ids, temperature, chunk)[0], (hidden, weight))
+    arguments = (ids, temperature, chunk, num_kept * 4 * 11)
+    assert gradcheck(lambda h, w: rk.linear_token_logprobs(h, w, *arguments)[0], (hidden, weight))
 
 
 def gradients(
@@ -267,14 +270,48 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
     assert rk.linear_token_logprobs(hidden[:0], weight, ids[:0])[0].shape == (0,)
     with pytest.raises(ValueError, match="chunk=0 is not valid"):
         rk.linear_token_logprobs(hidden, weight, ids, chunk=0)
+    with pytest.raises(ValueError, match="kept_bytes=-1 is not valid"):
+        rk.linear_token_logprobs(hidden, weight, ids, kept_bytes=-1)
 
 
-def test_the_whole_vocabulary_is_never_held_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keeping_logits_changes_no_bit_of_the_gradients(dtype: torch.dtype) -> None:
+    ids = torch.arange(50)
+
+    def gradients_with(kept_bytes: int) -> list[torch.Tensor]:
+        hidden, weight = randn(50, 24, dtype=dtype, seed=1), randn(300, 24, dtype=dtype, seed=2)
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        rk.linear_token_logprobs(hidden, weight, ids, 0.7, 16, kept_bytes)[0].sum().backward()
+        return [cast(torch.Tensor, leaf.grad) for leaf in leaves]
+
+    for one, other in zip(gradients_with(0), gradients_with(32 * 4 * 300), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "forward", "backward"),
+    [
+        (0, [16, 16, 16, 2], [16, 16, 16, 2]),
+        (32, [16, 16, 16, 2], [16, 2]),
+        (20, [16, 4, 16, 14], [16, 14]),
+        (99, [16, 16, 16, 2], []),
+    ],
+)
+def test_logits_are_made_in_chunks_and_again_where_they_were_not_kept(
+    monkeypatch: pytest.MonkeyPatch, num_kept: int, forward: list[int], backward: list[int]
+) -> None:
     from rollout_kernels.dispatch import backend_for
 
     hidden, weight = randn(50, 8, seed=1).requires_grad_(), randn(300, 8, seed=2)
     backend, rows = backend_for(hidden), []
     original = backend.linear
     monkeypatch.setattr(backend, "linear", lambda x, *rest: rows.append(x.shape[0]) or original(x, *rest))
-    rk.linear_token_logprobs(hidden, weight, torch.arange(50), chunk=16)[0].sum().backward()
-    assert rows == [16, 16, 16, 2] * 2
+    kept_bytes = num_kept * 4 * 300
+    logprobs, _ = rk.linear_token_logprobs(hidden, weight, torch.arange(50), chunk=16, kept_bytes=kept_bytes)
+    assert rows == forward
+    logprobs.sum().backward()
+    assert rows == forward + backward
+    rows.clear()
+    with torch.no_grad():
+        rk.linear_token_logprobs(hidden, weight, torch.arange(50), chunk=16, kept_bytes=kept_bytes)
+    assert rows == [16, 16, 16, 2]

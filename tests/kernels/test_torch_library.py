@@ -60,7 +60,7 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[OpOverload, tuple[Any, ...]]]:
         "silu_and_mul": (autograd.silu_and_mul, (x,)),
         "varlen_attention": (autograd.varlen_attention, (q, k, v, STARTS, 0.3)),
         "token_logprobs": (autograd_linear.token_logprobs, (logits, IDS, temperatures, 1.0)),
-        "linear_token_logprobs": (autograd_linear.linear_token_logprobs, (x, weight, IDS, None, 0.7, 4)),
+        "linear_token_logprobs": (autograd_linear.linear_token_logprobs, (x, weight, IDS, None, 0.7, 4, 6)),
     }
 
 
