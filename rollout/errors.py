@@ -75,5 +75,9 @@ class FingerprintMismatchError(PolicyUpdateError):
     """The engine's memory is not, bit for bit, what the trainer sent."""
 
 
+class RollBackError(PolicyUpdateError):
+    """A policy update cannot be rolled back as it was asked for, or the old policy did not come back whole."""
+
+
 class TransportError(PolicyUpdateError):
     """The way from the trainer broke: the other end failed, went away, or sent something else than it announced."""

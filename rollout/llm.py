@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from rollout.config import EngineConfig
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
+from rollout.engine.delivery import Delivery
 from rollout.engine.profile import StepProfile, profile
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
@@ -27,8 +28,9 @@ from rollout.request import FinishReason, Request
 from rollout.sampling.noise import derive_seed
 from rollout.sampling_params import SamplingParams
 from rollout.weights.receipt import Receipt
+from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
-from rollout.worker.ledger import LedgerReport, SleepReport
+from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 
 OnInvalid = Literal["raise", "return"]
 
@@ -55,7 +57,7 @@ class LLM:
         self._eos_token_ids = _eos_token_ids(folder, self._tokenizer, self.engine.vocab_size)
         self._lock = self.engine.lock
         self._numbers = itertools.count()
-        self._groups: dict[str, Group] = {}
+        self._delivery = Delivery(self.engine)
         self._enqueued: dict[str, Group] = {}
 
     def generate(
@@ -100,17 +102,25 @@ class LLM:
             return [group.group_id for group in groups.values()]
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended."""
+        """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended.
+
+        Raises the error that says why, while a policy update is open or the engine sleeps and requests are held.
+        """
         with self._lock:
-            self._step()
+            self._delivery.step()
             done = [group for group in self._enqueued.values() if group.num_unfinished == 0]
             for group in done:
-                del self._enqueued[group.group_id], self._groups[group.group_id]
+                del self._enqueued[group.group_id], self._delivery.groups[group.group_id]
         return [group.output(self._tokenizer) for group in done]
 
     def wait_for_completion(self, *, use_tqdm: bool | None = None) -> list[RequestOutput]:
-        """Runs every enqueued prompt to its end. Returns their outputs in the order in which they were enqueued."""
+        """Runs every enqueued prompt to its end. Returns their outputs in the order in which they were enqueued.
+
+        Raises as `step` does, before anything is waited for.
+        """
         with self._lock:
+            if any(group.num_unfinished for group in self._enqueued.values()):
+                self.engine.check_running()
             groups, self._enqueued = list(self._enqueued.values()), {}
         self._wait(groups, use_tqdm, "Generating")
         return [group.output(self._tokenizer) for group in groups]
@@ -118,7 +128,7 @@ class LLM:
     @property
     def num_unfinished(self) -> int:
         """Samples that are queued or running."""
-        return sum(group.num_unfinished for group in list(self._groups.values()))
+        return sum(group.num_unfinished for group in list(self._delivery.groups.values()))
 
     def chat(
         self,
@@ -185,24 +195,25 @@ class LLM:
             raise ValueError(f"model={self.config.model!r} has no tokenizer in its folder")
         return self._tokenizer
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
-        """Gives memory back to the operating system and says how much each owner gave.
+    def sleep(self, level: int = 1, mode: InFlightMode = "abort", timeout: float | None = None) -> SleepReport:
+        """Stops, gives memory back to the operating system and says how much each owner gave.
 
-        Level 1: the KV pool and unused heap; level 2: the weights too (kept where a trainer shares them). Requests in
-        flight end with finish reason "abort" and the tokens they have; a waiting `generate` returns them. With
-        `quantization="int8"` level 2 gives back the int8 copies too, also of shared weights: they come back with the
-        next policy update.
+        Level 0: stops only; level 1: the KV pool, the workspace and unused heap; level 2: the weights too (kept where
+        a trainer shares them). With `quantization="int8"` level 2 gives back the int8 copies too, also of shared
+        weights: they come back with the next policy update.
+
+        Requests in flight end with finish reason "abort" and the tokens they have (`mode="abort"`); run to their end
+        first ("wait", at most `timeout` seconds, then `TimeoutError` and no sleep); or stay, and a `generate` that
+        waits for them goes on waiting until the engine runs again: with their KV ("keep", level 0 only), or computing
+        it anew ("recompute").
         """
-        if mode != "abort":
-            raise ValueError(f"mode={mode!r} is not supported yet: it must be 'abort'")
-        with self._lock:
-            return self.engine.sleep(level)
+        return self.engine.sleep(level, mode, timeout)
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Ends the sleep of everything, or of `tags` ("weights", "kv_cache"). After level 2 the weights still need a
-        policy update, or `reload_weights`, before `generate` runs."""
+    def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
+        """Ends the sleep of everything, or of `tags`: "weights", "kv_cache" (with "graphs"), "graphs", "scheduling"
+        (level 0). After level 2 the weights still need a policy update, or `reload_weights`, before `generate` runs."""
         with self._lock:
-            self.engine.wake_up(tags)
+            return self.engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
@@ -224,7 +235,12 @@ class LLM:
         return self.engine.receipt
 
     def policy_update(
-        self, version: int | None = None, *, in_flight: str = "abort", timeout: float | None = None
+        self,
+        version: int | None = None,
+        *,
+        in_flight: InFlightMode = "abort",
+        timeout: float | None = None,
+        roll_back: bool = False,
     ) -> PolicyUpdate:
         """One transaction that replaces the policy:
 
@@ -232,13 +248,14 @@ class LLM:
                 update.load(policy.named_parameters())
             print(update.receipt)
 
-        See `rollout.weights.transaction`. While it lasts, `generate` raises `EngineAsleepError`.
+        See `PolicyUpdate` for the modes and for `roll_back`. While it lasts, `generate` raises `EngineAsleepError`; one
+        that waits for requests which the update keeps goes on waiting.
         """
-        return PolicyUpdate(self.engine, version, in_flight, timeout)
+        return PolicyUpdate(self.engine, version, in_flight, timeout, roll_back)
 
-    def reload_weights(self) -> Receipt:
+    def reload_weights(self, *, in_flight: InFlightMode = "abort") -> Receipt:
         """A policy update from the checkpoint on disk, read anew."""
-        with self.policy_update() as update:
+        with self.policy_update(in_flight=in_flight) as update:
             update.load(iterate_checkpoint(self._folder))
         return update.receipt
 
@@ -293,11 +310,11 @@ class LLM:
         """Ends requests in flight by their ids, keeping what they sampled; unknown ids are ignored."""
         with self._lock:
             self.engine.abort(request_ids)
+            self.engine.flush()
 
     def close(self) -> None:
         """Ends requests in flight and gives the memory back, as `sleep(level=2)` does."""
-        with self._lock:
-            self.engine.sleep(2)
+        self.engine.sleep(2)
 
     def __enter__(self) -> LLM:
         return self
@@ -422,52 +439,14 @@ class LLM:
         """Hands requests to the engine, all or none."""
         self.engine.add(requests[0] for _, requests in families)
         receipt = self.engine.receipt
-        receipt_id = None if receipt is None else receipt.id
-        groups = [Group.of(prompt, requests, receipt_id, self._tokenizer) for prompt, requests in families]
+        groups = [Group.of(prompt, requests, receipt, self._tokenizer) for prompt, requests in families]
         for group in groups:
-            self._groups[group.group_id] = group
+            self._delivery.groups[group.group_id] = group
         return groups
 
     def _wait(self, groups: list[Group], use_tqdm: bool | None, label: str) -> None:
-        """Steps the engine until `groups` are finished. An interruption aborts them and nothing else."""
-        total = sum(group.num_unfinished for group in groups)
-        try:
-            with _progress(label, total, "sample", use_tqdm) as bar:
-                remaining = total
-                while remaining:
-                    with self._lock:
-                        if any(group.num_unfinished for group in groups):
-                            self._step()
-                    now = sum(group.num_unfinished for group in groups)
-                    bar.update(remaining - now)
-                    remaining = now
-        finally:
-            with self._lock:
-                left = [group.group_id for group in groups if group.num_unfinished]
-                if left:
-                    self.engine.abort(left)
-                    self._deliver(self.engine.take_ended())
-                for group in groups:
-                    self._groups.pop(group.group_id, None)
-
-    def _step(self) -> None:
-        self._deliver(self.engine.step())
-
-    def _deliver(self, updates: list[tuple[Request, list[int]]]) -> None:
-        """Hands updates to their groups, each exactly once, whatever the tokenizer makes of one of them."""
-        for index, (request, token_ids) in enumerate(updates):
-            group = self._groups[request.group_id]
-            delivered = False
-            try:
-                stop = group.append(request, token_ids)
-                if stop is not None:
-                    self.engine.finish(request, FinishReason.STOP, stop)
-                delivered = True
-            finally:
-                if request.is_finished:
-                    group.num_unfinished -= 1
-                if not delivered:
-                    self._deliver(updates[index + 1 :])
+        with _progress(label, sum(group.num_unfinished for group in groups), "sample", use_tqdm) as bar:
+            self._delivery.wait(groups, bar.update)
 
 
 def generate(

@@ -9,7 +9,11 @@ import numpy as np
 
 
 class PolicyVersionSpan(NamedTuple):
-    """Output tokens `start` to `end` (exclusive) were sampled by policy `version`."""
+    """Output tokens `start` to `end` (exclusive) were sampled by policy `version`.
+
+    An output with one span was computed by that policy alone. With several, a policy update has kept the request, and
+    the later spans may have been sampled from KV that older policies computed ("keep").
+    """
 
     version: int
     start: int
@@ -63,7 +67,9 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its samples, in order of their sample index.
 
-    `error` says why the prompt was refused, where `generate` was told to return such prompts; it then has no outputs.
+    `policy_version` is the newest that sampled any token, `receipt_id` that of its weights. `receipt_ids` has one for
+    every version that the samples' spans name. `error` says why the prompt was refused, where `generate` was told to
+    return such prompts; it then has no outputs.
     """
 
     request_id: str
@@ -73,8 +79,9 @@ class RequestOutput:
     finished: bool = True
     num_cached_tokens: int = 0
     policy_version: int = 0
-    receipt_id: str | None = None  # id of the receipt of the weights that sampled it
+    receipt_id: str | None = None
     error: str | None = None
+    receipt_ids: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

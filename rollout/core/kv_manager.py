@@ -20,6 +20,7 @@ class RequestBlocks:
     hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, extended when asked for
     num_published: int = 0  # leading blocks that need no publishing any more
     may_publish: bool = True  # False once the request's logits were not numbers
+    is_mixed: bool = False  # holds KV from before a policy update: publishes nothing and takes no hits until released
 
 
 class KVManager:
@@ -57,13 +58,14 @@ class KVManager:
     def hashes_filled(self, request: Request, start: int, end: int) -> list[bytes]:
         """The hashes of the blocks that become full, and then hittable, by computing tokens `start` to `end`."""
         first, last = start // self.block_size, end // self.block_size
-        if first == last or not self._entry(request).may_publish:
+        entry = self._entry(request)
+        if first == last or entry.is_mixed or not entry.may_publish:
             return []
         return self.hashes(request, last)[first:last]
 
     def cached_prefix(self, request: Request, limit: int) -> list[Block]:
         """The hittable blocks of the request's first `limit` full blocks, up to the first that is missing."""
-        if not self.enable_prefix_caching or limit == 0 or not len(self.pool.index):
+        if not self.enable_prefix_caching or limit == 0 or not len(self.pool.index) or self.holds_older_kv(request):
             return []
         return self.pool.index.longest_prefix(self.hashes(request, limit), limit)
 
@@ -117,6 +119,7 @@ class KVManager:
             hashes=source.hashes.copy(),
             num_published=source.num_published,
             may_publish=source.may_publish,
+            is_mixed=source.is_mixed,
         )
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
@@ -154,7 +157,9 @@ class KVManager:
         """
         entry = self._requests[request.request_id]
         num_full = request.num_computed_tokens // self.block_size
-        if entry.num_published >= num_full or not self.enable_prefix_caching or not entry.may_publish:
+        if entry.num_published >= num_full or not self.enable_prefix_caching:
+            return
+        if entry.is_mixed or not entry.may_publish:
             return
         hashes = self.hashes(request, num_full)
         for position in range(entry.num_published, num_full):
@@ -179,6 +184,7 @@ class KVManager:
         if entry is not None:
             self._release_device(entry)
             self._release_host(entry)
+            entry.is_mixed = False
 
     def forget(self, request: Request) -> None:
         """Gives back the request's blocks and forgets it; no-op where it is not known."""
@@ -193,14 +199,22 @@ class KVManager:
         return True
 
     def set_policy_version(self, policy_version: int) -> None:
-        """From now on every hash begins with this version. No request may hold a block."""
-        for pool in (self.pool, self.host_pool):
-            assert pool.num_free == pool.num_blocks, "blocks are in use"
+        """From now on every hash begins with this version, and no block from before can be hit.
+
+        Requests that hold blocks keep them. What they compute from now on depends on KV of an older policy, so that
+        none of their blocks becomes hittable until they have released them all.
+        """
         self.pool.withdraw_all()
         self._policy_version = policy_version
         self._roots.clear()
         for entry in self._requests.values():
             entry.hashes.clear()
+            entry.is_mixed = bool(entry.block_ids or entry.host_block_ids)
+
+    def holds_older_kv(self, request: Request) -> bool:
+        """Whether the request holds KV that was computed before a policy update, or from such KV."""
+        entry = self._requests.get(request.request_id)
+        return entry is not None and entry.is_mixed
 
     def slots(self, requests: Iterable[Request]) -> tuple[int, int]:
         """KV slots of the blocks that `requests` (all that hold any) use, and how many hold a token's KV.
@@ -226,6 +240,9 @@ class KVManager:
             assert len(set(entry.block_ids)) == len(entry.block_ids), f"{request_id} holds a block twice"
             assert not (entry.block_ids and entry.host_block_ids), f"{request_id} is on the device and on the host"
             assert entry.num_published <= len(entry.block_ids), f"{request_id} published more than it holds"
+            if entry.is_mixed:
+                hashed = [block_id for block_id in entry.block_ids if self.pool.blocks[block_id].block_hash is not None]
+                assert not hashed, f"{request_id} holds KV of an older policy, and its blocks {hashed} can be hit"
             held.update(entry.block_ids)
             held_on_host.update(entry.host_block_ids)
         self.pool.check_integrity(held)

@@ -183,13 +183,17 @@ class Planner:
     def start_running(self, request: Request) -> None:
         """Queues a request that has its blocks as running, under the present policy version."""
         request.status = _RUNNING
+        self.note_policy(request)
+        self.running.add(request)
+
+    def note_policy(self, request: Request) -> None:
+        """From its next token on, the request is sampled by the present policy version."""
         request.policy_version = self.policy_version
         num_output, spans = request.num_output_tokens, request.policy_spans
         if spans and spans[-1][1] == num_output:
             spans.pop()
         if not spans or spans[-1][0] != self.policy_version:
             spans.append((self.policy_version, num_output))
-        self.running.add(request)
 
     def _plan_sequence(self, step: Step, request: Request, num_new: int) -> None:
         """Plans the next `num_new` tokens of a request and, after its last known token, the draws from that row."""

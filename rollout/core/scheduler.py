@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -292,8 +293,13 @@ class Scheduler:
         """
         self._in_flight = None
         self.kv.end_step()
+        self._preempt_all_but(frozenset())
+
+    def _preempt_all_but(self, kept: AbstractSet[str]) -> None:
         pending: set[str] = set()
         for request in self._requests.values():
+            if request.request_id in kept:
+                continue
             request.siblings = [sibling for sibling in request.siblings if sibling.status is RequestStatus.WAITING]
             pending.update(sibling.request_id for sibling in request.siblings)
             if request.status is _RUNNING:
@@ -305,28 +311,37 @@ class Scheduler:
                 request.num_computed_tokens = 0
             for array in (request.raw_logprobs, request.sampled_logprobs, request.kept_mass, request.entropy):
                 del array[request.num_output_tokens :]
-        waiting = (request for request in self._requests.values() if request.request_id not in pending)
-        self._waiting.items = sorted(waiting, key=lambda request: request.rank)
-        self._running.items = []
+        queued = (request for request in self._requests.values() if request.request_id not in pending)
+        in_order = sorted(queued, key=lambda request: request.rank)
+        self._waiting.items = [request for request in in_order if request.status is not _RUNNING]
+        self._running.items = [request for request in in_order if request.status is _RUNNING]
 
     def reset_prefix_cache(self) -> bool:
         """Makes no block hittable; False, with nothing changed, where a block is in use."""
         return self.kv.reset_prefix_cache()
 
-    def set_policy_version(self, version: int) -> None:
+    def set_policy_version(self, version: int, keep_kv: bool = False) -> None:
         """Every block hash from now on is under `version`; no block from before can be hit.
 
-        KV in host memory is dropped, prompts that are scored in part are scored anew. Raises `RuntimeError` while
-        requests run (see `preempt_all` and `abort`).
+        With `keep_kv` requests that have sampled tokens go on with the KV that they have, in host memory too. All
+        others compute theirs anew, scores of a prompt included. So an output whose tokens are all of one version was
+        computed by that version alone, and the spans of every other say that it was not. Raises `RuntimeError` between
+        `schedule` and `update`, and without `keep_kv` while requests run (see `preempt_all` and `abort`).
         """
-        if self._running.items or self._in_flight is not None:
+        if self._in_flight is not None or (self._running.items and not keep_kv):
             raise RuntimeError(f"{self.num_running} requests are running: abort or preempt them before a policy update")
-        self.preempt_all()
+        kept = [request for request in self._requests.values() if keep_kv and _has_sampled(request)]
+        self._preempt_all_but({request.request_id for request in kept})
         for request in self._requests.values():
-            if len(request.prompt_logprobs) < request.num_prompt_tokens - 1:
+            if request.num_output_tokens == 0:
                 del request.prompt_logprobs[:]
+                if request.status is RequestStatus.PREEMPTED:
+                    request.status = RequestStatus.WAITING  # as if it had just come: its prefix is looked up anew
         self.kv.set_policy_version(version)
         self._planner.policy_version = version
+        for request in kept:
+            if request.status is _RUNNING:
+                self._planner.note_policy(request)
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters now."""
@@ -373,3 +388,8 @@ class Scheduler:
             assert num_held == num_needed, f"{request.request_id} holds {num_held} blocks and needs {num_needed}"
         else:
             assert num_needed <= num_held <= self.kv.num_blocks_for(num_known)
+
+
+def _has_sampled(request: Request) -> bool:
+    """Whether the request holds KV with which it has sampled tokens."""
+    return request.num_output_tokens > 0 and request.status in (_RUNNING, RequestStatus.SWAPPED)

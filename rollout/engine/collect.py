@@ -11,6 +11,7 @@ from rollout.engine.detokenize import StopStringChecker, decode
 from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import FinishReason, Request
+from rollout.weights.receipt import Receipt
 
 
 @dataclass(slots=True)
@@ -20,15 +21,16 @@ class Group:
     group_id: str
     prompt: Prompt
     samples: list[Request]
-    receipt_id: str | None
+    receipt_ids: dict[int, str]  # policy version -> id of the receipt of its weights
     checkers: dict[str, StopStringChecker] = field(default_factory=dict)  # request id -> its search for stop strings
     num_unfinished: int = 0
 
     @classmethod
     def of(
-        cls, prompt: Prompt, samples: list[Request], receipt_id: str | None, tokenizer: PreTrainedTokenizerBase | None
+        cls, prompt: Prompt, samples: list[Request], receipt: Receipt | None, tokenizer: PreTrainedTokenizerBase | None
     ) -> Group:
-        group = cls(samples[0].group_id, prompt, samples, receipt_id, num_unfinished=len(samples))
+        group = cls(samples[0].group_id, prompt, samples, {}, num_unfinished=len(samples))
+        group.note_receipt(receipt)
         if tokenizer is not None:
             group.checkers = {
                 sample.request_id: StopStringChecker(tokenizer, sample.params)
@@ -36,6 +38,11 @@ class Group:
                 if sample.params.stop_strings
             }
         return group
+
+    def note_receipt(self, receipt: Receipt | None) -> None:
+        """Remembers the receipt of the policy that samples at present."""
+        if receipt is not None and receipt.policy_version not in self.receipt_ids:
+            self.receipt_ids[receipt.policy_version] = receipt.id
 
     def append(self, request: Request, token_ids: list[int]) -> str | None:
         """Looks for stop strings in a sample's new tokens. Returns the one that was found."""
@@ -48,15 +55,18 @@ class Group:
     def output(self, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
         """The output of the group as it stands."""
         leader = self.samples[0]
+        outputs = [self._completion(index, sample, tokenizer) for index, sample in enumerate(self.samples)]
+        versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
             request_id=self.group_id,
             prompt=self.prompt.text,
             prompt_token_ids=leader.prompt_token_ids,
-            outputs=[self._completion(index, sample, tokenizer) for index, sample in enumerate(self.samples)],
+            outputs=outputs,
             finished=self.num_unfinished == 0,
             num_cached_tokens=leader.num_cached_tokens,
-            policy_version=leader.policy_version,
-            receipt_id=self.receipt_id,
+            policy_version=max(versions),
+            receipt_id=self.receipt_ids.get(max(versions)),
+            receipt_ids={version: self.receipt_ids[version] for version in sorted(versions & self.receipt_ids.keys())},
         )
 
     def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:

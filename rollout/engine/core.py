@@ -1,7 +1,7 @@
 """EngineCore: requests in, tokens out, and the states in which it refuses to run. Plain, one thread, no text.
 
     add ─► waiting ─► step: schedule ─► execute ─► update ─► (request, new tokens) …
-    sleep / wake_up / policy update: only between steps; requests in flight end first, with what they have
+    sleep / wake_up / policy update: only between steps; requests in flight end, or are held, by the mode
 
 It runs only when the weights' memory and the KV pool are awake, the weights hold one whole policy with a receipt, and
 no tensor that a trainer shares with it has changed since that receipt.
@@ -9,6 +9,7 @@ no tensor that a trainer shares with it has changed since that receipt.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from rollout.errors import (
     EngineAsleepError,
     EngineUnusableError,
     PolicyUpdateError,
+    PolicyUpdateTimeoutError,
+    RolloutError,
     StaleWeightsError,
     WeightsNotLoadedError,
 )
@@ -33,9 +36,12 @@ from rollout.request import FinishReason, Request
 from rollout.weights.guard import SharedWeightsGuard, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt
-from rollout.worker.ledger import LedgerReport, SleepReport
+from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode
+from rollout.weights.undo import UndoLog
+from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
+from rollout.worker.slab import slab_bytes
 
-TAGS = ("weights", "kv_cache")
+TAGS = ("scheduling", "weights", "kv_cache", "graphs")
 
 Update = tuple[Request, list[int]]  # a request and the tokens it has just got
 
@@ -54,9 +60,23 @@ class EngineCounters:
     waste_denominator: int = 0  # sum over steps of KV slots allocated
 
 
+@dataclass(slots=True)
+class _Pause:
+    """Somebody has stopped the engine, or is about to."""
+
+    reason: str  # for those who want to generate meanwhile
+    conflict: str  # for those who want to stop it too
+    mode: InFlightMode  # what becomes of requests in flight
+    is_draining: bool = False  # they still run, and nobody else is let in
+
+
 class EngineCore:
-    """See the module's docstring. Callers in several threads hold `lock`; `pause` takes it by itself, since after it
-    nothing can run until `resume` or `cancel`."""
+    """See the module's docstring.
+
+    Callers in several threads hold `lock`; `sleep` and the methods of a policy update (`pause` to `mark_unusable`)
+    take it by themselves. Requests that end, or get tokens, outside the caller's own `step` go to `deliver`, which the
+    engine's user may replace; until then they are what the next `step` or `take_ended` returns.
+    """
 
     def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
         self.config = config
@@ -83,12 +103,14 @@ class EngineCore:
             )
         )
         self.counters = EngineCounters()
+        self.deliver: Callable[[list[Update]], None] = self._deliver_later
         self._ended_between_steps: list[Update] = []
-        self._asleep: set[str] = set()
+        self._changed = threading.Condition()  # notified when steps may run again, or requests ended without one
+        self._asleep: frozenset[str] = frozenset()
         self._weights_loaded = True
         self._weights_shared = False
         self._unusable: str | None = None
-        self._paused = False
+        self._pause: _Pause | None = None
         self._guard: SharedWeightsGuard | None = None
         self._policy_version = 0
         self._receipt: Receipt | None = make_receipt(
@@ -114,22 +136,10 @@ class EngineCore:
         return bool(self._ended_between_steps) or self.scheduler.has_unfinished()
 
     def check_ready(self) -> None:
-        """Raises the error that says why no forward pass may run now, if there is one."""
-        if self._unusable is not None:
-            raise EngineUnusableError(
-                f"the engine is unusable: {self._unusable}. A policy update that covers every parameter repairs it"
-            )
-        if self._paused:
-            raise EngineAsleepError("a policy update is in progress: generate after it has ended")
-        if self._asleep:
-            tags = sorted(self._asleep)
-            raise EngineAsleepError(f"the engine sleeps ({', '.join(tags)}): call wake_up({tags}) before generating")
-        if not self._weights_loaded:
-            raise WeightsNotLoadedError(
-                "the weights were given back by sleep(level=2) and hold no policy: run a policy_update that covers "
-                "every parameter, or reload_weights()"
-            )
-        self._check_copies()
+        """Raises the error that says why no new request may come now, if there is one."""
+        self.check_running()
+        if self._pause is not None:
+            raise EngineAsleepError(f"{self._pause.reason}, after the requests in flight: generate once it has ended")
         self._check_placement(StaleWeightsError)
         if self._guard is not None:
             self._guard.check()
@@ -139,13 +149,57 @@ class EngineCore:
                 "that covers every parameter, or reload_weights()"
             )
 
-    def _check_copies(self) -> None:
-        quantized = self._worker.quantized
-        if quantized is not None and not quantized.is_current:
-            raise WeightsNotLoadedError(
-                "the int8 copies of the weights were given back by sleep(level=2), or not made to the end: run a "
-                "policy_update that covers every parameter, or reload_weights()"
+    def _obstacle(self) -> RolloutError | None:
+        """Why no step may run before somebody has done something about it: the requests in flight are held."""
+        if self._unusable is not None:
+            return EngineUnusableError(
+                f"the engine is unusable: {self._unusable}. A policy update that covers every parameter repairs it"
             )
+        if self._pause is not None and not self._pause.is_draining:
+            return EngineAsleepError(f"{self._pause.reason}: generate after it has ended")
+        if self._asleep:
+            tags = sorted(self._asleep)
+            return EngineAsleepError(f"the engine sleeps ({', '.join(tags)}): call wake_up({tags}) before generating")
+        if not self._weights_loaded:
+            return WeightsNotLoadedError(
+                "the weights were given back by sleep(level=2) and hold no policy: run a policy_update that covers "
+                "every parameter, or reload_weights()"
+            )
+        return self._copies_obstacle()
+
+    def _copies_obstacle(self) -> WeightsNotLoadedError | None:
+        quantized = self._worker.quantized
+        if quantized is None or quantized.is_current:
+            return None
+        return WeightsNotLoadedError(
+            "the int8 copies of the weights were given back by sleep(level=2), or not made to the end: run a "
+            "policy_update that covers every parameter, or reload_weights()"
+        )
+
+    def check_running(self) -> None:
+        """Raises the error that says why the requests in flight are held, if they are."""
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            raise obstacle
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests in flight have to wait: the engine sleeps, is paused, or holds no policy."""
+        return self._obstacle() is not None
+
+    def wait_while_held(self, until: Callable[[], bool]) -> None:
+        """Returns once steps may run, or `until()` holds. Without `lock`: those who change the state need it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_held or until())
+
+    def flush(self) -> None:
+        """Delivers what ended between steps, and wakes those who wait for that or for the state that has changed."""
+        self.deliver(self.take_ended())
+        with self._changed:
+            self._changed.notify_all()
+
+    def _deliver_later(self, updates: list[Update]) -> None:
+        self._ended_between_steps += updates
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests. Raises before any of them is queued if the engine cannot run, or one can never fit."""
@@ -173,9 +227,11 @@ class EngineCore:
         """One forward pass. Returns the requests that got tokens or ended, those that ended between steps first.
 
         An error of the forward pass is raised, and no token is lost: the requests wait and compute their KV anew.
+        Raises, and changes nothing, while the requests in flight are held.
         """
         if not self.scheduler.has_unfinished():
             return self.take_ended()
+        self.check_running()
         if self._guard is not None:
             self._check_placement(StaleWeightsError)
             self._guard.check_counters()
@@ -204,7 +260,9 @@ class EngineCore:
         if "weights" in self._asleep or not self._weights_loaded or self._receipt is None:
             raise WeightsNotLoadedError("the weights hold no policy that could be verified: run a policy_update first")
         self._check_placement(StaleWeightsError)
-        self._check_copies()
+        obstacle = self._copies_obstacle()
+        if obstacle is not None:
+            raise obstacle
         verify_receipt(self._receipt, self.parameters(), self.tied(), self.buffers(), self.copies())
         stale = self.stale_copies()
         if stale:
@@ -227,56 +285,128 @@ class EngineCore:
 
     @property
     def sleeping_tags(self) -> tuple[str, ...]:
-        """What was given back and is not awake: "weights", "kv_cache"."""
+        """What sleeps: "scheduling" (level 0), "weights", "kv_cache", "graphs"."""
         return tuple(tag for tag in TAGS if tag in self._asleep)
 
-    def sleep(self, level: int = 1) -> SleepReport:
-        """Gives memory back: level 1 the KV pool and what the heap holds unused, level 2 the weights too, with their
-        int8 copies.
+    def sleep(self, level: int = 1, mode: InFlightMode = "abort", timeout: float | None = None) -> SleepReport:
+        """Stops, and gives memory back. Level 0: nothing. Level 1: the KV pool, what decode steps need besides, and
+        what the heap holds unused. Level 2: the weights too, with their int8 copies.
 
-        Requests in flight end with finish reason "abort" and the tokens they have. Cached blocks are forgotten.
-        Weights that a trainer shares stay, whatever the level; the int8 copies of them go, until a policy update.
-        Raises `ValueError` for another level.
+        Requests in flight end with finish reason "abort" and the tokens they have ("abort"), run to their end first
+        ("wait"), or are held until the engine runs again: with their KV ("keep", level 0 only), or computing it anew
+        ("recompute"). Cached blocks are forgotten, except by level 0. Weights that a trainer shares stay, whatever the
+        level; the int8 copies of them go, until a policy update. Raises `ValueError` for another level or mode, and
+        `TimeoutError`, staying awake, if requests that are waited for have not ended after `timeout` seconds.
         """
-        if self._paused:
-            raise PolicyUpdateError("a policy update is open: the engine cannot sleep before it has ended")
-        if level not in (1, 2):
-            raise ValueError(f"level={level!r} is not valid: it must be 1 (KV pool) or 2 (KV pool and weights)")
-        self._abort_all()
-        reset = self.scheduler.reset_prefix_cache()
-        assert reset, "blocks are in use although every request was aborted"
-        report = self._worker.sleep(level, keep_weights=self._weights_shared)
-        self._asleep.add("kv_cache")
-        if level == 2 and not self._weights_shared:
-            self._asleep.add("weights")
-            self._weights_loaded = False
-        return report
+        if level not in (0, 1, 2):
+            raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
+        if mode not in IN_FLIGHT_MODES:
+            raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
+        if mode == "keep" and level > 0:
+            raise ValueError(
+                f"mode='keep' is not valid at level={level}, which gives the KV back: use 'recompute', which lets "
+                "requests compute it anew afterwards, or level=0"
+            )
+        self._stop(_Pause("the engine is going to sleep", "the engine is going to sleep", mode), timeout)
+        try:
+            with self.lock:
+                return self._fall_asleep(level, mode)
+        finally:
+            with self.lock:
+                self._pause = None
+                self.flush()
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+    def _fall_asleep(self, level: int, mode: str) -> SleepReport:
+        if mode == "recompute":
+            self.scheduler.preempt_all()
+        if level == 0:
+            self._asleep |= {"scheduling"}
+            used = self._worker.memory_ledger().process_resident
+            return SleepReport({}, used, used)
+        reset = self.scheduler.reset_prefix_cache()
+        assert reset, "blocks are in use although no request runs"
+        # First what may no longer be read: giving back may fail half-way.
+        self._asleep |= self._worker.sleeping_tags(level, self._weights_shared)
+        if "weights" in self._asleep:
+            self._weights_loaded = False
+        return self._worker.sleep(level, keep_weights=self._weights_shared)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
         """Takes memory into use again: all of it, or what `tags` names. Nothing is loaded or reloaded.
 
-        On a CPU pages come back from the operating system when they are written; on CUDA memory is allocated here.
-        Raises `ValueError` for an unknown tag, `torch.OutOfMemoryError` where the device's memory is taken.
+        "kv_cache" wakes "graphs" too: neither is of use without the other. What is awake stays as it is. On a CPU
+        pages come back from the operating system when they are written; on CUDA memory is allocated here. Raises
+        `ValueError` for an unknown tag, and `torch.OutOfMemoryError` where the device's memory is taken: then all
+        sleeps as before, and holds no memory that it did not hold before.
         """
         tags = list(TAGS if tags is None else tags)
         unknown = [tag for tag in tags if tag not in TAGS]
         if unknown:
-            raise ValueError(f"tags={tags!r} is not valid: they must be among {', '.join(map(repr, TAGS))}")
-        self._worker.wake_up(tags)
-        self._asleep.difference_update(tags)
+            drafter = " (this engine has no drafter)" if "drafter" in unknown else ""
+            known = ", ".join(map(repr, TAGS))
+            raise ValueError(f"tags={tags!r} is not valid{drafter}: they must be among {known}")
+        if "kv_cache" in tags:
+            tags.append("graphs")
+        report = self._worker.wake_up(tags)
+        self._asleep -= set(tags)
+        self.flush()
+        return report
 
-    def pause(self, in_flight: str, timeout: float | None) -> None:
-        assert in_flight == "abort", in_flight
+    @property
+    def holds_policy(self) -> bool:
+        """Whether the weights hold one whole policy, that of the receipt."""
+        return self._unusable is None and self._weights_loaded and self._copies_obstacle() is None
+
+    def pause(self, in_flight: InFlightMode, timeout: float | None) -> None:
+        try:
+            update = _Pause("a policy update is in progress", "another policy update is open", in_flight)
+            self._stop(update, timeout)
+        except TimeoutError as error:
+            raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {timeout} s: {error}") from error
+
+    def _stop(self, pause: _Pause, timeout: float | None) -> None:
+        """Lets nobody else in and brings the requests in flight to where the mode wants them; then no step runs until
+        `_pause` is cleared."""
         with self.lock:
-            if self._paused:
-                raise PolicyUpdateError("another policy update is open: one at a time")
+            if self._pause is not None:
+                raise PolicyUpdateError(
+                    f"{self._pause.conflict}: before it has ended no update can begin, and the engine cannot sleep"
+                )
             self._check_placement(PolicyUpdateError)
-            self._abort_all()
-            self._paused = True
+            obstacle = self._obstacle()
+            pause.is_draining = pause.mode == "wait" and self.scheduler.has_unfinished()
+            if pause.is_draining and obstacle is not None:
+                raise EngineAsleepError(f"'wait' would never end, since requests in flight cannot run: {obstacle}")
+            self._pause = pause
+            if pause.mode == "abort":
+                self._abort_all()
+                self.flush()
+        if pause.is_draining:
+            self._drain(timeout)
+
+    def _drain(self, timeout: float | None) -> None:
+        """Runs the requests in flight to their end, other threads between the steps. Where it fails the engine goes on
+        as before."""
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        drained = False
+        try:
+            while not drained:
+                with self.lock:
+                    assert self._pause is not None
+                    if deadline is not None and time.perf_counter() > deadline and self.scheduler.has_unfinished():
+                        count = len(self.scheduler.unfinished())
+                        raise TimeoutError(f"{count} requests in flight had not ended after {timeout} s, and go on")
+                    self.deliver(self.step())
+                    drained = not self.scheduler.has_unfinished()
+                    self._pause.is_draining = not drained
+        finally:
+            if not drained:
+                with self.lock:
+                    self._pause = None
 
     def wake_weights(self) -> None:
         self._worker.wake_up(["weights"])
-        self._asleep.discard("weights")
+        self._asleep -= {"weights"}
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return self._worker.parameters()
@@ -299,28 +429,62 @@ class EngineCore:
         """The int8 copies depend on the weights' values. The other kernels read the weights as they lie."""
         self._worker.remake_quantized_weights()
 
+    def undo_log(self) -> UndoLog:
+        parameters, ledger = self.parameters(), self._worker.ledger
+        num_bytes = slab_bytes((tensor.shape, tensor.dtype) for tensor in parameters.values())
+        memory = self._worker.platform.host_memory("undo_log", num_bytes)
+        ledger.register("undo_log", memory, on_host=self._worker.device.type != "cpu")
+        return UndoLog(parameters, memory, on_close=lambda: ledger.unregister("undo_log"))
+
     def invalidate(self, version: int) -> None:
-        self.scheduler.set_policy_version(version)
+        with self.lock:
+            self._take_version(version)
+
+    def _take_version(self, version: int) -> None:
+        assert self._pause is not None
+        keep = self._pause.mode == "keep"
+        if not keep:
+            self.scheduler.preempt_all()
+        self.scheduler.set_policy_version(version, keep_kv=keep)
         self._policy_version = version
 
     def resume(self, receipt: Receipt, guard: SharedWeightsGuard) -> None:
         assert "weights" not in self._asleep, "the weights fell asleep during a policy update"
-        self._receipt = receipt
-        self._changes = shared_versions(self._tensors)
-        self._guard = (
-            guard if guard.names else (SharedWeightsGuard(self.parameters()) if self._weights_shared else None)
-        )
-        self._weights_shared = self._weights_shared or bool(guard.names)
-        self._weights_loaded = True
-        self._unusable = None
-        self._paused = False
+        if not guard.names and self._weights_shared:
+            guard = SharedWeightsGuard(self.parameters())
+        with self.lock:
+            self._receipt = receipt
+            self._guard = guard if guard.names else None
+            self._weights_shared = self._weights_shared or bool(guard.names)
+            self._weights_loaded = True
+            self._unusable = None
+            self._go_on()
 
     def cancel(self) -> None:
-        self._paused = False
+        with self.lock:
+            self._pause = None
+            self.flush()
+
+    def restore(self, receipt: Receipt) -> None:
+        guard = SharedWeightsGuard(self.parameters()) if self._guard is not None else None
+        with self.lock:
+            if self._policy_version != receipt.policy_version:
+                self._take_version(receipt.policy_version)
+            self._receipt, self._guard = receipt, guard
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Runs again; the weights are as the receipt has them."""
+        self._changes = shared_versions(self._tensors)
+        self._pause = None
+        self.flush()
 
     def mark_unusable(self, reason: str) -> None:
-        self._unusable = reason
-        self._paused = False
+        with self.lock:
+            self._unusable = reason
+            self._pause = None
+            self._abort_all()
+            self.flush()
 
     def _check_placement(self, error: type[StaleWeightsError] | type[PolicyUpdateError]) -> None:
         problem = self._placement.problem()

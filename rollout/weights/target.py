@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.receipt import Receipt
+from rollout.weights.undo import UndoLog
+
+InFlightMode = Literal["abort", "wait", "keep", "recompute"]
+IN_FLIGHT_MODES: tuple[InFlightMode, ...] = get_args(InFlightMode)
 
 
 class UpdateTarget(Protocol):
@@ -24,10 +28,16 @@ class UpdateTarget(Protocol):
     @property
     def receipt(self) -> Receipt | None: ...
 
-    def pause(self, in_flight: str, timeout: float | None) -> None:
-        """Stops stepping; requests in flight end by the mode, with what they have.
+    @property
+    def holds_policy(self) -> bool:
+        """Whether the weights hold one whole policy, that of `receipt`: not after `sleep(2)`, nor while unusable."""
+        ...
 
-        Legal on an unusable engine. Raises, and leaves the engine unpaused or to its other user, if it cannot.
+    def pause(self, in_flight: InFlightMode, timeout: float | None) -> None:
+        """Stops stepping, once the requests in flight are where the mode wants them.
+
+        Legal on an unusable engine. Raises, and leaves the engine unpaused or to its other user, if it cannot;
+        `PolicyUpdateTimeoutError` if requests that are waited for have not ended after `timeout` seconds.
         """
         ...
 
@@ -38,6 +48,10 @@ class UpdateTarget(Protocol):
     def parameters(self) -> Mapping[str, torch.Tensor]: ...
 
     def tied(self) -> Mapping[str, str]: ...
+
+    def undo_log(self) -> UndoLog:
+        """Host memory for what the update overwrites, which the engine's ledger counts until the log is closed."""
+        ...
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """What the forward pass reads and the engine computes itself; asked for after `post_process`."""
@@ -52,7 +66,8 @@ class UpdateTarget(Protocol):
         ...
 
     def post_process(self) -> None:
-        """Rebuilds whatever depends on the weights or was lost in sleep (buffers, packed copies)."""
+        """Rebuilds whatever depends on the weights or was lost in sleep (buffers, packed copies). A second call comes
+        only in a roll-back."""
         ...
 
     def invalidate(self, version: int) -> None:
@@ -60,13 +75,19 @@ class UpdateTarget(Protocol):
         ...
 
     def resume(self, receipt: Receipt, guard: SharedWeightsGuard) -> None:
-        """Keeps receipt and guard, clears 'unusable' and 'not loaded', and serves."""
+        """Keeps receipt and guard, clears 'unusable' and 'not loaded', and serves. All of it, or it raises."""
         ...
 
     def cancel(self) -> None:
         """Nothing was written: takes up again where `pause` stopped, with the old policy."""
         ...
 
+    def restore(self, receipt: Receipt) -> None:
+        """What was written has been taken back, and the weights are again those of the old `receipt`: takes up again
+        where `pause` stopped, under the receipt's version, also after `invalidate`."""
+        ...
+
     def mark_unusable(self, reason: str) -> None:
-        """The weights are a mixture: refuses to generate, saying why, until a later `resume`."""
+        """The weights are a mixture: refuses to generate, saying why, until a later `resume`. Requests that were kept
+        end with what they have."""
         ...

@@ -4,9 +4,9 @@
         update.load(policy.named_parameters())          load (any number of times, any order, any split)
     print(update.receipt)                               post_process ─► verify ─► invalidate ─► resume
 
-It ends in one of three ways: the engine holds the new policy, whole, and there is a receipt; nothing was written and
-the engine goes on with the old policy; or something was written and the engine refuses to generate until a complete
-update succeeds. It never serves a mixture.
+It ends in one of four ways (`Outcome`): the engine holds the new policy, whole, and there is a receipt; nothing was
+written and the engine goes on with the old policy; what was written was taken back (`roll_back=True`) and it goes on
+likewise; or the engine refuses to generate until a complete update succeeds. It never serves a mixture.
 """
 
 from __future__ import annotations
@@ -26,17 +26,25 @@ from rollout.errors import (
     IllegalPhaseError,
     PolicyUpdateTimeoutError,
     PolicyVersionError,
+    RollBackError,
+    RolloutError,
     TiedTensorError,
     UncoveredParametersError,
 )
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.incoming import Incoming, match
-from rollout.weights.receipt import Receipt, changed_tensors, fingerprint_of, fingerprint_tensors, make_receipt
-from rollout.weights.target import UpdateTarget
+from rollout.weights.receipt import (
+    Receipt,
+    changed_tensors,
+    fingerprint_of,
+    fingerprint_tensors,
+    make_receipt,
+    verify_receipt,
+)
+from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode, UpdateTarget
 from rollout.weights.transport import NamedTensor, Transport
+from rollout.weights.undo import UndoLog
 from rollout_kernels import copy_and_fingerprint
-
-IN_FLIGHT_MODES = ("abort",)
 
 
 class Phase(enum.StrEnum):
@@ -51,6 +59,15 @@ class Phase(enum.StrEnum):
     INVALIDATED = "invalidated"
     RESUMED = "resumed"
     FAILED = "failed"
+
+
+class Outcome(enum.StrEnum):
+    """How an update has ended, and what the engine holds since."""
+
+    SUCCEEDED = "succeeded"  # the new policy
+    UNCHANGED = "unchanged"  # what it held before: nothing was written
+    ROLLED_BACK = "rolled back"  # the old policy: what was written was taken back and verified
+    UNUSABLE = "unusable"  # a mixture, or nothing that was verified
 
 
 # phase -> legal steps; each step leads to the phase beside it
@@ -98,20 +115,26 @@ class _Step:
 class PolicyUpdate:
     """One policy update of `engine` to `version` (default: the engine's next). A context manager, used once.
 
-    `in_flight` says what becomes of unfinished requests: "abort" returns what they have. `timeout` limits the whole
-    update, in seconds. After the block, `receipt` holds the proof. An error in the block, or of any phase, is raised
-    after the engine has been put back (nothing written) or marked unusable (something written).
+    `in_flight` says what becomes of unfinished requests: "abort" returns what they have; "wait" runs them to their end
+    first; "keep" lets them go on afterwards with the KV that they have, sampling from the new policy; "recompute" lets
+    them go on after computing their KV anew under the new policy. `timeout` limits the whole update, in seconds.
+
+    After the block, `receipt` holds the proof. An error in the block, or of any phase, is raised after the engine has
+    been put back or marked unusable; a note of the error, and `outcome`, say which. With `roll_back` what is
+    overwritten is kept in host memory until the update has succeeded, so that the old policy can be put back whatever
+    happens; not where the trainer shares the engine's memory, which raises `RollBackError`.
     """
 
     def __init__(
         self,
         engine: UpdateTarget,
         version: int | None = None,
-        in_flight: str = "abort",
+        in_flight: InFlightMode = "abort",
         timeout: float | None = None,
+        roll_back: bool = False,
     ) -> None:
         if in_flight not in IN_FLIGHT_MODES:
-            raise ValueError(f"in_flight={in_flight!r} is not supported yet: it must be one of {IN_FLIGHT_MODES}")
+            raise ValueError(f"in_flight={in_flight!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r} is not valid: it must be above 0 seconds, or None")
         self.version = _next_version(version, engine.policy_version)
@@ -119,9 +142,13 @@ class PolicyUpdate:
         self.phase_seconds: dict[str, float] = {}
         self.bytes_copied = 0
         self.bytes_shared = 0
+        self.outcome: Outcome | None = None
         self._engine = engine
-        self._in_flight = in_flight
+        self._in_flight: InFlightMode = in_flight
         self._timeout = timeout
+        self._roll_back = roll_back
+        self._undo: UndoLog | None = None
+        self._before: Receipt | None = None
         self._started = time.perf_counter()
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._tied: Mapping[str, str] = {}
@@ -143,7 +170,7 @@ class PolicyUpdate:
             self.pause()
             self.wake()
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
         return self
 
@@ -151,16 +178,16 @@ class PolicyUpdate:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._give_up(error)
+            self.give_up(error)
             return
         try:
             self.commit()
         except BaseException as failure:
-            self._give_up(failure)
+            self.give_up(failure)
             raise
 
     def pause(self) -> None:
-        """Stops the engine; requests in flight end by the mode."""
+        """Stops the engine, once requests in flight are where the mode wants them."""
         with _Step(self, "pause"):
             self._started = time.perf_counter()
             self._engine.pause(self._in_flight, self._timeout)
@@ -172,6 +199,9 @@ class PolicyUpdate:
             self._parameters = dict(self._engine.parameters())
             self._tied = dict(self._engine.tied())
             self._storages = frozenset(t.untyped_storage().data_ptr() for t in self._parameters.values())
+            self._before = self._engine.receipt
+            if self._roll_back and self._engine.holds_policy:
+                self._undo = self._engine.undo_log()
 
     def load(self, named: Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport) -> list[str]:
         """Takes tensors over and returns their Hugging Face names; may be called often, with any split and order.
@@ -259,6 +289,8 @@ class PolicyUpdate:
             assert self._receipt is not None
             self._receipt = self._receipt.timed(self.phase_seconds)
             self._engine.resume(self._receipt, SharedWeightsGuard(self._shared))
+        self.outcome = Outcome.SUCCEEDED
+        self._close_undo()
 
     def commit(self) -> None:
         """Every step that is left, from the coverage check to serving again. Leaving the block calls it."""
@@ -285,7 +317,13 @@ class PolicyUpdate:
 
     def _match(self, named: NamedTensor) -> Incoming | None:
         self._check_time(named[0])
-        return match(*named, self._parameters, self._tied, self._storages)
+        item = match(*named, self._parameters, self._tied, self._storages)
+        if self._roll_back and item is not None and item.is_shared:
+            raise RollBackError(
+                f"roll_back=True cannot keep the old value of {item.name}: it lies in memory that the trainer shares "
+                "with the engine, and has changed already. Use roll_back=False"
+            )
+        return item
 
     def _check_all(self, named: tuple[NamedTensor, ...]) -> None:
         """Raises for anything wrong in tensors that are all there, without writing."""
@@ -309,6 +347,8 @@ class PolicyUpdate:
         if item.target in self._sent:
             self._check_repeated(item, item.cast())
             return
+        if self._undo is not None:
+            self._undo.save(item.target)
         self._written = True
         self._sent[item.target] = _Sent(item.name, copy_and_fingerprint(item.destination, item.source))
         self.bytes_copied += size
@@ -339,32 +379,81 @@ class PolicyUpdate:
 
     def _check_buffers(self, receipt: Receipt) -> None:
         """Buffers follow from the configuration alone, so an update never changes them."""
-        before = self._engine.receipt
+        before = self._before
         if before is not None and before.buffers != receipt.buffers:
             names = sorted(before.buffers.keys() | receipt.buffers.keys())
             wrong = [name for name in names if before.buffers.get(name) != receipt.buffers.get(name)]
             raise FingerprintMismatchError(f"buffers are not as they were before the update: {_some(wrong)}")
 
-    def _give_up(self, error: BaseException) -> None:
-        """Puts the engine back, or marks it unusable; says which in a note of the error that is on its way."""
-        if self.phase is Phase.RESUMED:
+    def give_up(self, error: BaseException) -> None:
+        """Ends the update because of `error`, raised in its block or elsewhere (on another rank); no-op once it ended.
+
+        Puts the engine back, or marks it unusable. A note of the error, and `outcome`, say which.
+        """
+        if self.phase in (Phase.RESUMED, Phase.FAILED):
             return
         at, self.phase = self.phase, Phase.FAILED
+        self.outcome = Outcome.UNCHANGED
         if at is Phase.OPEN:  # pause itself failed, and left the engine as it was
             return
         if self._old_policy_is_whole():
-            self._engine.cancel()
-            error.add_note(f"policy update to {self.version} given up; nothing was written, the old policy stays")
+            if self._before is not None and "invalidate" in self.phase_seconds:
+                self._engine.restore(self._before)
+            else:
+                self._engine.cancel()
+            self._close_undo()
+            error.add_note(f"policy update to {self.version} given up; nothing was written, {self._what_stays()}")
             return
+        self.outcome = Outcome.UNUSABLE
         reason = f"the policy update to version {self.version} failed when {at.value}: {type(error).__name__}: {error}"
-        self._engine.mark_unusable(reason)
-        error.add_note(f"policy update to {self.version} failed half-way; the engine refuses until one succeeds")
+        try:
+            problem = self._take_back()
+            if problem is None:
+                self.outcome = Outcome.ROLLED_BACK
+                error.add_note(f"policy update to {self.version} rolled back; the old policy stays, verified")
+                return
+            reason += problem
+        finally:  # also where the roll-back is interrupted
+            if self.outcome is Outcome.UNUSABLE:
+                self._engine.mark_unusable(reason)
+            self._close_undo()
+        error.add_note(
+            f"policy update to {self.version} failed half-way{problem}; the engine refuses until one succeeds"
+        )
+
+    def _what_stays(self) -> str:
+        return "the old policy stays" if self._engine.holds_policy else "the engine holds no policy, as before"
+
+    def _take_back(self) -> str | None:
+        """Writes the old policy back and verifies it; a clause that says why it could not, or None."""
+        before = self._before
+        if not self._roll_back:
+            return ""
+        if self._undo is None or before is None:
+            return "; there was no policy to roll back to"
+        try:
+            self._undo.restore()
+            if "post_process" in self.phase_seconds and self._engine.copies():
+                self._engine.post_process()
+            verify_receipt(before, self._parameters, self._tied, self._engine.buffers(), self._engine.copies())
+            stale = self._engine.stale_copies()
+            if stale:
+                raise RollBackError(f"copies of parameters are not those of the old policy: {_some(stale)}")
+            self._engine.restore(before)
+        except (RolloutError, RuntimeError, ValueError, OSError, MemoryError) as failure:
+            return f"; the roll-back failed too: {type(failure).__name__}: {failure}"
+        return None
+
+    def _close_undo(self) -> None:
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
 
     def _old_policy_is_whole(self) -> bool:
         """Nothing was copied, and memory that the trainer shares still has what the last receipt says."""
         if self._written:
             return False
-        before = self._engine.receipt
+        before = self._before
         if not self._shared or before is None:
             return True
         tensors = {name: self._parameters[name] for name in self._shared}

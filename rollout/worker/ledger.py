@@ -113,6 +113,25 @@ class SleepReport:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WakeReport:
+    """What each owner took into use again, and what the operating system or the driver says about it, in bytes. On a
+    CPU that is nothing yet: each page comes when it is written."""
+
+    resumed: dict[str, int]
+    resident_before: int
+    resident_after: int
+
+    @property
+    def total_resumed(self) -> int:
+        return sum(self.resumed.values())
+
+    @property
+    def difference(self) -> int:
+        """The rise that the operating system or the driver saw, less what the owners say they took."""
+        return self.resident_after - self.resident_before - self.total_resumed
+
+
 class MemoryLedger:
     """The engine's owners of memory (`weights`, `kv_cache`, `swap`, `workspaces`, `buffers`, ...)."""
 
@@ -143,6 +162,12 @@ class MemoryLedger:
         if on_host:
             self._on_host.add(owner)
 
+    def unregister(self, owner: str) -> None:
+        """Forgets an owner that has come and gone. `ValueError` for one that is not registered."""
+        self._known([owner])
+        del self._holders[owner]
+        self._on_host.discard(owner)
+
     def report(self) -> LedgerReport:
         """What every owner holds now."""
         entries = tuple(
@@ -166,11 +191,31 @@ class MemoryLedger:
         on_device = {owner: count for owner, count in released.items() if owner not in self._on_host}
         return SleepReport(on_device, before, self._used(), on_host)
 
-    def resume(self, owners: Iterable[str]) -> None:
-        """Takes the owners' memory into use again. `ValueError` for an owner that is not registered."""
-        for owner in self._known(owners):
-            for holder in self._holders[owner]:
-                holder.resume()
+    def resume(self, owners: Iterable[str]) -> WakeReport:
+        """Takes the owners' memory into use again. `ValueError` for an owner that is not registered.
+
+        Where one of them cannot, what this call has taken is given back before the error is raised.
+        """
+        owners = self._known(owners)
+        before = self._used()
+        held = {owner: [holder.resident_bytes() for holder in self._holders[owner]] for owner in owners}
+        taken: list[Holder] = []
+        try:
+            for owner in owners:
+                for holder, count in zip(self._holders[owner], held[owner], strict=True):
+                    if count == 0:  # asleep, or with nothing in it that could get lost
+                        taken.append(holder)
+                    holder.resume()
+        except BaseException:
+            for holder in reversed(taken):
+                holder.release()
+            self._trim()
+            raise
+        resumed = {
+            owner: sum(holder.resident_bytes() for holder in self._holders[owner]) - sum(held[owner])
+            for owner in owners
+        }
+        return WakeReport(resumed, before, self._used())
 
     def _known(self, owners: Iterable[str]) -> list[str]:
         owners = list(dict.fromkeys(owners))

@@ -24,15 +24,16 @@ from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs
-from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport
+from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
 from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
 from rollout.worker.sizing import KVPoolSize, full_step, kv_budget, short_step
 
-_SLEEPERS = {
+_OWNERS = {
+    "scheduling": (),
     "weights": ("weights",),
-    "quantized_weights": ("quantized_weights",),
-    "kv_cache": ("kv_cache", "swap", "workspace"),
+    "kv_cache": ("kv_cache", "swap"),
+    "graphs": ("workspace", "graphs"),
 }  # wake-up tag -> owners in the ledger
 
 
@@ -110,30 +111,36 @@ class Worker:
     def _kernels(self) -> AbstractContextManager[None]:
         return nullcontext() if self.config.kernels == "auto" else rollout_kernels.use_backend(self.config.kernels)
 
-    def sleep(self, level: int, keep_weights: bool) -> SleepReport:
-        """Gives memory back: level 1 the KV pool, level 2 the weights too, unless a trainer shares them, and the int8
-        copies of them in any case.
-
-        Captured decode steps go as well where tensors do not come back to their addresses.
-        """
-        owners = list(_SLEEPERS["kv_cache"])
+    def _sleepers(self, level: int, keep_weights: bool) -> list[str]:
+        """Owners that give their memory back at a level. Captured decode steps are among them where tensors do not
+        come back to their addresses."""
+        owners = [*_OWNERS["kv_cache"], "workspace"]
         if level == 2:
-            owners += _SLEEPERS["quantized_weights"]
-            if self.quantized is not None:
-                self.quantized.give_up()
-            if not keep_weights:
-                owners += _SLEEPERS["weights"]
+            owners += ["quantized_weights"] if keep_weights else ["quantized_weights", "weights"]
         if not self._weights.keeps_addresses:
             owners.append("graphs")
-        return self.ledger.release([owner for owner in owners if owner in self.ledger.owners])
+        return [owner for owner in owners if owner in self.ledger.owners]
 
-    def wake_up(self, tags: Iterable[str]) -> None:
+    def sleeping_tags(self, level: int, keep_weights: bool) -> frozenset[str]:
+        """The wake-up tags of what `sleep` gives back."""
+        sleepers = set(self._sleepers(level, keep_weights))
+        return frozenset(tag for tag, owners in _OWNERS.items() if not sleepers.isdisjoint(owners))
+
+    def sleep(self, level: int, keep_weights: bool) -> SleepReport:
+        """Gives memory back: level 1 the KV pool and the workspace of decode steps, level 2 the weights too, unless a
+        trainer shares them, and the int8 copies of them in any case."""
+        if level == 2 and self.quantized is not None:
+            self.quantized.give_up()
+        return self.ledger.release(self._sleepers(level, keep_weights))
+
+    def wake_up(self, tags: Iterable[str]) -> WakeReport:
         """Takes memory into use again, by its wake-up tags; it holds zeros. Nothing changes where it is awake.
 
-        Raises `torch.OutOfMemoryError` where the device does not have it any more: free some, and wake up again.
+        Raises `torch.OutOfMemoryError` where the device does not have it any more, and then holds what it held before:
+        free some, and wake up again.
         """
-        owners = [owner for tag in tags for owner in _SLEEPERS[tag]]
-        self.ledger.resume([owner for owner in owners if owner in self.ledger.owners])
+        owners = [owner for tag in tags for owner in _OWNERS[tag]]
+        return self.ledger.resume([owner for owner in owners if owner in self.ledger.owners])
 
     def memory_ledger(self) -> LedgerReport:
         return self.ledger.report()

@@ -193,3 +193,30 @@ def test_without_caching_nothing_is_published():
     assert admitted(kv, make_request("a", range(9)), 9) == []
     assert admitted(kv, make_request("b", range(9)), 9) == []
     assert len(kv.pool.index) == 0
+
+
+def test_kv_from_before_a_policy_version_is_kept_apart_until_it_is_released():
+    # case WS-01, WS-02
+    kv = KVManager(8, 4, enable_prefix_caching=True, num_host_blocks=4)
+    kept, fresh = make_request("a", range(12)), make_request("b", range(12))
+    admitted(kv, kept, 6)
+    kv.set_policy_version(1)
+    assert kv.holds_older_kv(kept)
+    assert kv.hashes_filled(kept, 6, 12) == []  # nobody waits for a block that will not be hittable
+    computed(kv, kept, 6)
+    assert len(kv.pool.index) == 0
+    fork = make_request("c", range(12))
+    kv.fork(kept, fork)
+    assert kv.holds_older_kv(fork)
+    kv.forget(fork)
+    admitted(kv, fresh, 12)
+    assert len(kv.pool.index) == 3
+    assert not kv.holds_older_kv(fresh)
+    kv.swap_out(kept)
+    assert kv.holds_older_kv(kept)
+    assert kv.cached_prefix(kept, 3) == []  # its own KV comes back, not a mixture
+    assert len(kv.swap_in(kept, [])) == 3
+    kv.check_integrity()
+    kv.release(kept)
+    assert not kv.holds_older_kv(kept)
+    assert len(kv.cached_prefix(kept, 3)) == 3

@@ -165,6 +165,7 @@ class Interruptions(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.bad: set[str] = set()
         self.num_families = 0
+        self.next_version = 1
 
     @rule(wish=wishes(), poison=st.integers(0, 9))
     def add(self, wish: Wish, poison: int) -> None:
@@ -205,11 +206,32 @@ class Interruptions(RuleBasedStateMachine):
         pool = self.scheduler.kv.pool
         assert self.scheduler.reset_prefix_cache() == (pool.num_free == pool.num_blocks)
 
-    @rule()
-    def update_the_policy(self) -> None:
-        self.scheduler.preempt_all()
-        self.scheduler.set_policy_version(self.scheduler.policy_version + 1)
-        assert len(self.scheduler.kv.pool.index) == 0
+    @rule(mode=st.sampled_from(["abort", "recompute", "keep"]), back=st.booleans())
+    def update_the_policy(self, mode: str, back: bool) -> None:
+        """`back`: the update fails once the new version is in force, and the old one is taken up again."""
+        before, held = self.scheduler.policy_version, self.scheduler.running_requests()
+        if mode == "abort":
+            self.scheduler.abort([request.request_id for request in self.scheduler.unfinished()])
+        elif mode == "recompute":
+            self.scheduler.preempt_all()
+        for version in [self.next_version, before] if back else [self.next_version]:
+            self.scheduler.set_policy_version(version, keep_kv=mode == "keep")
+            assert len(self.scheduler.kv.pool.index) == 0
+        if mode == "keep":
+            assert self.scheduler.running_requests() == [request for request in held if request.num_output_tokens]
+        else:
+            assert self.scheduler.kv.pool.num_free == self.scheduler.config.num_blocks
+        self.next_version += 1
+
+    @rule(mode=st.sampled_from(["abort", "recompute"]))
+    def sleep_and_wake_up(self, mode: str) -> None:
+        if mode == "abort":
+            self.scheduler.abort([request.request_id for request in self.scheduler.unfinished()])
+        else:
+            self.scheduler.preempt_all()
+        assert self.scheduler.reset_prefix_cache()
+        self.runner.device.clear()  # whoever reads a slot that was not written again, fails
+        self.runner.host.clear()
 
     @invariant()
     def nothing_is_read_that_was_not_written(self) -> None:
@@ -220,6 +242,9 @@ class Interruptions(RuleBasedStateMachine):
             check_tokens(request, complete=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
             if request.finish_reason is FinishReason.ERROR:
                 assert request.request_id in self.bad
+            starts = [start for _, start in request.policy_spans]
+            versions = [version for version, _ in request.policy_spans]
+            assert starts == sorted(set(starts)) and versions == sorted(set(versions))
 
     def teardown(self) -> None:
         if not hasattr(self, "runner"):

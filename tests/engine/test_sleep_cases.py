@@ -145,17 +145,17 @@ def test_waking_the_weights_alone_lets_no_forward_pass_run(policies: Policies): 
     steps = llm.engine.counters.num_steps
     assert (llm.is_sleeping, llm.sleeping_tags) == (False, ())
     llm.sleep(1)
-    assert (llm.is_sleeping, llm.sleeping_tags) == (True, ("kv_cache",))
+    assert (llm.is_sleeping, llm.sleeping_tags) == (True, ("kv_cache", "graphs"))
     llm.wake_up(["weights"])
-    assert (llm.is_sleeping, llm.sleeping_tags) == (True, ("kv_cache",))
+    assert (llm.is_sleeping, llm.sleeping_tags) == (True, ("kv_cache", "graphs"))
     for call in calls(llm, prompt):
-        with pytest.raises(EngineAsleepError, match=r"sleeps \(kv_cache\): call wake_up"):
+        with pytest.raises(EngineAsleepError, match=r"sleeps \(graphs, kv_cache\): call wake_up"):
             call()
     with pytest.raises(EngineAsleepError), InFlight(llm, [prompt], GREEDY):
         pass
     assert llm.engine.step() == []
     push_mapping(llm, policies.weights(1))
-    assert llm.sleeping_tags == ("kv_cache",)
+    assert llm.sleeping_tags == ("kv_cache", "graphs")
     with pytest.raises(EngineAsleepError):
         llm.generate(prompt, GREEDY)
     assert llm.engine.counters.num_steps == steps
@@ -167,7 +167,7 @@ def test_waking_the_weights_alone_lets_no_forward_pass_run(policies: Policies): 
 def test_the_tags_are_right_at_every_stage_of_a_level_2_sleep(policies: Policies):  # case SW-04
     llm, prompt = policies.engine(), random_prompt(15)
     llm.sleep(2)
-    assert llm.sleeping_tags == ("weights", "kv_cache")
+    assert llm.sleeping_tags == ("weights", "kv_cache", "graphs")
     llm.wake_up(["kv_cache"])
     assert (llm.is_sleeping, llm.sleeping_tags) == (True, ("weights",))
     with pytest.raises(EngineAsleepError, match=r"sleeps \(weights\)"):
@@ -175,8 +175,12 @@ def test_the_tags_are_right_at_every_stage_of_a_level_2_sleep(policies: Policies
     push_mapping(llm, policies.weights(1))
     assert (llm.is_sleeping, llm.sleeping_tags) == (False, ())
     assert_sampled_by(policies.reference(1), llm.generate(prompt, GREEDY)[0])
-    with pytest.raises(ValueError, match="tags="):
-        llm.wake_up(["graphs"])
+    for tags, message in (
+        (["weight"], r"\['weight'\] is not valid: they"),
+        (["drafter"], "this engine has no drafter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.wake_up(tags)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -262,7 +266,7 @@ def test_weights_that_a_trainer_shares_survive_level_2(policies: Policies):
     before = llm.generate(prompt, GREEDY)
     values = {name: parameter.clone() for name, parameter in model.named_parameters()}
     llm.sleep(2)
-    assert llm.sleeping_tags == ("kv_cache",)
+    assert llm.sleeping_tags == ("kv_cache", "graphs")
     assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
     llm.wake_up()
     assert_same_samples(llm.generate(prompt, GREEDY), before)

@@ -23,10 +23,13 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SlotContent:
-    """What a written slot holds: KV of the last token of `prefix`, under a policy, for a cache salt."""
+    """What a written slot holds: KV of the last token of `prefix`, for a cache salt.
+
+    `policy_versions` are those that computed it: its own forward pass's and those of all KV that this pass read.
+    """
 
     prefix: Prefix
-    policy_version: int
+    policy_versions: frozenset[int]
     cache_salt: str | None
 
 
@@ -69,7 +72,7 @@ class FakeRunner:
     poisoned: Callable[[Draw], bool] = lambda draw: False  # draws whose logits are not numbers
     device: dict[int, SlotContent] = field(default_factory=dict)  # slot -> content
     host: dict[int, SlotContent] = field(default_factory=dict)
-    salts: dict[str, str | None] = field(default_factory=dict)  # request id -> cache salt
+    requests: dict[str, Request] = field(default_factory=dict)  # by id, ended ones too
     num_forward_tokens: int = 0
     num_copies: int = 0
     num_swapped_blocks: int = 0
@@ -79,7 +82,7 @@ class FakeRunner:
         family = [request, *request.siblings]
         self.scheduler.add(request)
         for member in family:
-            self.salts[member.request_id] = member.cache_salt
+            self.requests[member.request_id] = member
 
     def step_plan(self) -> SchedulePlan:
         """One step, as `step`; returns its plan."""
@@ -140,27 +143,30 @@ class FakeRunner:
     def _forward(self, plan: SchedulePlan) -> list[Prefix]:
         """Writes the KV of all sequences, then reads every sequence's whole prefix; returns the prefixes."""
         size = self.scheduler.config.block_size
-        version = self.scheduler.policy_version
         written: set[int] = set()
         contexts: list[tuple[Prefix, list[int]]] = []
         for sequence in plan.sequences:
             end = sequence.start + len(sequence.token_ids)
             assert len(sequence.block_ids) * size >= end, "the block table is too short"
             slots = [sequence.block_ids[p // size] * size + p % size for p in range(end)]
-            prefix = self.device[slots[sequence.start - 1]].prefix if sequence.start else ()
+            before = self.device[slots[sequence.start - 1]] if sequence.start else None
+            prefix = before.prefix if before is not None else ()
+            versions = frozenset({self.scheduler.policy_version})
+            if before is not None:
+                versions |= before.policy_versions
             assert len(prefix) == sequence.start, "the slot before the first token holds another position"
             for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
                 prefix = (*prefix, token_id)
                 assert slots[position] not in written, "a slot is written twice in one step"
                 written.add(slots[position])
-                self.device[slots[position]] = SlotContent(prefix, version, self.salts[sequence.request_id])
+                salt = self.requests[sequence.request_id].cache_salt
+                self.device[slots[position]] = SlotContent(prefix, versions, salt)
             contexts.append((prefix, slots))
             self.num_forward_tokens += len(sequence.token_ids)
         for sequence, (prefix, slots) in zip(plan.sequences, contexts, strict=True):
-            salt = self.salts[sequence.request_id]
+            request = self.requests[sequence.request_id]
             for position, slot in enumerate(slots):
-                expected = SlotContent(prefix[: position + 1], version, salt)
-                assert self.device[slot] == expected, f"{sequence.request_id} reads wrong KV at position {position}"
+                self._check_slot(request, prefix[: position + 1], slot)
         return [prefix for prefix, _ in contexts]
 
     def _draw(self, plan: SchedulePlan, prefixes: list[Prefix]) -> StepResult:
@@ -191,6 +197,15 @@ class FakeRunner:
             prompt_logprobs=scores,
         )
 
+    def _check_slot(self, request: Request, prefix: Prefix, slot: int) -> None:
+        """The slot holds what the request takes it for. KV of more than the present policy is for those alone whose
+        spans say that more than one policy had part in them."""
+        content, version = self.device[slot], self.scheduler.policy_version
+        found = (content.prefix, content.cache_salt)
+        assert found == (prefix, request.cache_salt), f"{request.request_id}: wrong KV at position {len(prefix) - 1}"
+        versions = {span[0] for span in request.policy_spans}
+        assert content.policy_versions == {version} or len(versions) > 1, f"{request.request_id}: KV of older policies"
+
     def audit(self) -> None:
         """Nothing that anybody may still read was overwritten: tables of running requests, and hittable blocks."""
         scheduler = self.scheduler
@@ -200,9 +215,8 @@ class FakeRunner:
             table = scheduler.kv.block_ids(request)
             tokens = tuple(request.token_ids)
             for position in range(request.num_computed_tokens):
-                content = self.device[table[position // size] * size + position % size]
-                expected = SlotContent(tokens[: position + 1], scheduler.policy_version, request.cache_salt)
-                assert content == expected, f"{request.request_id}: wrong KV at position {position}"
+                slot = table[position // size] * size + position % size
+                self._check_slot(request, tokens[: position + 1], slot)
         for block_hash, block in scheduler.kv.pool.index.items():
             contents = [self.device[block.block_id * size + offset] for offset in range(size)]
             last = contents[-1]
@@ -210,8 +224,10 @@ class FakeRunner:
             assert [content.prefix for content in contents] == [
                 last.prefix[: first + offset + 1] for offset in range(size)
             ]
-            assert block_hash == slow_hash(last.prefix, size, last.policy_version, last.cache_salt)
-            assert last.policy_version == scheduler.policy_version, "a block of another policy can be hit"
+            assert all(content.policy_versions == {scheduler.policy_version} for content in contents), (
+                "a block can be hit that is not purely of the present policy"
+            )
+            assert block_hash == slow_hash(last.prefix, size, scheduler.policy_version, last.cache_salt)
 
 
 def slow_hash(prefix: Prefix, block_size: int, policy_version: int, cache_salt: str | None) -> bytes:

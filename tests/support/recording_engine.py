@@ -8,7 +8,10 @@ import torch
 
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.receipt import Receipt, make_receipt
+from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
+from rollout.weights.undo import UndoLog
+from rollout.worker.slab import Slab, slab_bytes
 
 HIDDEN, VOCAB = 16, 24
 NAMES = (
@@ -53,6 +56,8 @@ class RecordingEngine:
         self.policy_version = 0
         self.receipt: Receipt | None = make_receipt(0, self.tensors, self._ties, self.buffers())
         self.guard: SharedWeightsGuard | None = None
+        self.holds_policy = True
+        self.undo_bytes = 0  # held by an undo log
         self.unusable: str | None = None
 
     def _record(self, call: str) -> None:
@@ -60,7 +65,7 @@ class RecordingEngine:
         if call == self.fail_at:
             raise InjectedError(call)
 
-    def pause(self, in_flight: str, timeout: float | None) -> None:
+    def pause(self, in_flight: InFlightMode, timeout: float | None) -> None:
         self._record("pause")
 
     def wake_weights(self) -> None:
@@ -71,6 +76,16 @@ class RecordingEngine:
 
     def tied(self) -> Mapping[str, str]:
         return self._ties
+
+    def undo_log(self) -> UndoLog:
+        self._record("undo_log")
+        memory = Slab("undo_log", slab_bytes((tensor.shape, tensor.dtype) for tensor in self.tensors.values()))
+        self.undo_bytes = memory.num_bytes
+
+        def closed() -> None:
+            self.undo_bytes = 0
+
+        return UndoLog(self.tensors, memory, closed)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return {"model.rotary.cos_sin": self.rotary}
@@ -90,14 +105,18 @@ class RecordingEngine:
 
     def resume(self, receipt: Receipt, guard: SharedWeightsGuard) -> None:
         self._record("resume")
-        self.receipt, self.guard, self.unusable = receipt, guard, None
+        self.receipt, self.guard, self.unusable, self.holds_policy = receipt, guard, None, True
 
     def cancel(self) -> None:
         self.calls.append("cancel")
 
+    def restore(self, receipt: Receipt) -> None:
+        self.calls.append("restore")
+        self.receipt, self.policy_version = receipt, receipt.policy_version
+
     def mark_unusable(self, reason: str) -> None:
         self.calls.append("mark_unusable")
-        self.unusable = reason
+        self.unusable, self.holds_policy = reason, False
 
 
 def new_policy(engine: RecordingEngine, seed: int = 1, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -212,7 +212,7 @@ def test_the_time_limit_stops_a_slow_trainer():
 
 
 def test_modes_and_limits_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="in_flight='keep' is not supported yet"):
-        PolicyUpdate(RecordingEngine(), in_flight="keep")
+    with pytest.raises(ValueError, match="in_flight='kept' is not valid: it must be one of abort, wait, keep, recomp"):
+        PolicyUpdate(RecordingEngine(), in_flight="kept")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="timeout=0 is not valid"):
         PolicyUpdate(RecordingEngine(), timeout=0)

@@ -1,0 +1,70 @@
+"""Who waits for what the engine samples: groups of requests, and the loop that runs the engine for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout.engine.collect import Group
+from rollout.engine.core import EngineCore, Update
+from rollout.request import FinishReason
+
+
+class Delivery:
+    """The groups in flight. Whoever waits for one of them steps the engine for all; nobody steps one that is held.
+
+    Callers hold the engine's lock, except of `wait`.
+    """
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.groups: dict[str, Group] = {}
+        self._engine = engine
+        engine.deliver = self.deliver
+
+    def step(self) -> None:
+        """One step of the engine, delivered."""
+        self.deliver(self._engine.step())
+
+    def deliver(self, updates: list[Update]) -> None:
+        """Hands updates to their groups, each exactly once, whatever the tokenizer makes of one of them."""
+        for index, (request, token_ids) in enumerate(updates):
+            group = self.groups[request.group_id]
+            delivered = False
+            try:
+                if token_ids:
+                    group.note_receipt(self._engine.receipt)
+                stop = group.append(request, token_ids)
+                if stop is not None:
+                    self._engine.finish(request, FinishReason.STOP, stop)
+                delivered = True
+            finally:
+                if request.is_finished:
+                    group.num_unfinished -= 1
+                if not delivered:
+                    self.deliver(updates[index + 1 :])
+
+    def wait(self, groups: Sequence[Group], on_progress: Callable[[int], object]) -> None:
+        """Runs the engine until `groups` are finished, and waits while it is held (a policy update that keeps requests,
+        sleep). `on_progress` gets the number of samples that have ended since its last call. An interruption aborts
+        the groups, and nothing else."""
+        remaining = _num_unfinished(groups)
+        try:
+            while remaining:
+                with self._engine.lock:
+                    if _num_unfinished(groups) and not self._engine.is_held:
+                        self.step()
+                now = _num_unfinished(groups)
+                on_progress(remaining - now)
+                remaining = now
+                self._engine.wait_while_held(lambda: not _num_unfinished(groups))
+        finally:
+            with self._engine.lock:
+                left = [group.group_id for group in groups if group.num_unfinished]
+                if left:
+                    self._engine.abort(left)
+                    self._engine.flush()
+                for group in groups:
+                    self.groups.pop(group.group_id, None)
+
+
+def _num_unfinished(groups: Sequence[Group]) -> int:
+    return sum(group.num_unfinished for group in groups)
