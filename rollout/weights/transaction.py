@@ -33,7 +33,7 @@ from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.incoming import Incoming, match
 from rollout.weights.receipt import Receipt, changed_tensors, fingerprint_of, fingerprint_tensors, make_receipt
 from rollout.weights.target import UpdateTarget
-from rollout.weights.transport import NamedTensor, Transport
+from rollout.weights.transport import HeldPolicy, NamedTensor, Transport
 from rollout_kernels import copy_and_fingerprint
 
 IN_FLIGHT_MODES = ("abort",)
@@ -197,7 +197,9 @@ class PolicyUpdate:
         """Loads what a transport brings, one tensor after the other."""
         loaded: list[str] = []
         arrived: dict[str, int] = {}
+        tied = {name: self._parameters[target] for name, target in self._tied.items()}
         try:
+            transport.prepare(self.version, HeldPolicy(self._engine.policy_version, {**self._parameters, **tied}))
             for name, tensor in transport.tensors():
                 item = self._match((name, tensor))
                 if item is not None:
