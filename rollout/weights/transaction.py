@@ -42,7 +42,7 @@ from rollout.weights.receipt import (
     verify_receipt,
 )
 from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode, UpdateTarget
-from rollout.weights.transport import NamedTensor, Transport
+from rollout.weights.transport import HeldPolicy, NamedTensor, Transport
 from rollout.weights.undo import UndoLog
 from rollout_kernels import copy_and_fingerprint
 
@@ -227,7 +227,9 @@ class PolicyUpdate:
         """Loads what a transport brings, one tensor after the other."""
         loaded: list[str] = []
         arrived: dict[str, int] = {}
+        tied = {name: self._parameters[target] for name, target in self._tied.items()}
         try:
+            transport.prepare(self.version, HeldPolicy(self._engine.policy_version, {**self._parameters, **tied}))
             for name, tensor in transport.tensors():
                 item = self._match((name, tensor))
                 if item is not None:

@@ -19,8 +19,26 @@ import torch
 NamedTensor = tuple[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldPolicy:
+    """What the engine holds when an update begins: for transports that send only what has changed.
+
+    `tensors` are the engine's own, tied names included: to be read, never written. They may hold anything at all where
+    the engine is unusable or its weights were given back, so that a transport checks what it builds upon.
+    """
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+
+
 class Transport(ABC):
     """The receiving end, for one update. An engine with workers in other processes pickles it to each of them."""
+
+    def prepare(self, version: int, held: HeldPolicy) -> None:  # noqa: B027 - many need neither
+        """Called once, before `tensors()`: the version that the update is to, and what the engine holds until then.
+
+        What is received must be of this version, else `tensors()` raises `TransportError` before the first tensor.
+        """
 
     @abstractmethod
     def tensors(self) -> Iterator[NamedTensor]:
@@ -60,7 +78,8 @@ class Sender(ABC):
         """Sends one whole policy. `named` is consumed lazily, and holds Hugging Face names and full tensors.
 
         Every rank of a trainer calls it together, since producing `named` may gather shards; where one rank is enough
-        to send, the others only consume. Raises `TransportError`.
+        to send, the others only consume. Raises `TransportError`; unless `named` itself failed, it has been consumed to
+        its end even then, so that no other rank waits in a collective for ever.
         """
 
     def close(self) -> None:  # noqa: B027 - many have nothing to give back

@@ -1,0 +1,246 @@
+"""Over torch.distributed: flattened buckets, broadcast from a trainer's rank to every engine process.
+
+    trainer ranks (their own group)                            engine processes (theirs, or none)
+    sender.send(7, named)    ◄── {"version": 7} ────────────   update.load(BroadcastReceiver(sender.address))
+      rank 0 sends               a new group: the sender is its rank 0, the receivers are 1 to N
+      pack into bucket 0     ─── {"bucket": 0, "entries"} ──►
+                             ═══ broadcast (gloo or NCCL) ══►    read, copy into the engine
+      pack into bucket 1     ...                                 ...
+      the policy's end       ─── {"end": fingerprint} ──────►  ── {"done": "end"} ──► send() returns
+
+What is said goes over a connection of its own, so that either end notices at once when the other has gone; only bytes
+go through the group. The group lives as long as one policy is on its way: processes may come and go between policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollout.errors import TransportError
+from rollout.weights.buckets import Bucket, Entry, Tally, only_consumed, pack, to_the_end, unpack
+from rollout.weights.channel import Channel, Rendezvous, connect, greet, listen
+from rollout.weights.process_group import backend_of, broadcast, hosted_store, joined_store, make_group, wait_for
+from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from rollout.weights.process_group import Group
+
+_NUM_BUCKETS = 2
+
+
+class BroadcastSender(Sender):
+    """Sends policies to `num_receivers` engine processes, each of which reads with a `BroadcastReceiver`.
+
+    `host` is the address of this machine at which they reach it: anybody who does can read the weights, as everywhere
+    in torch.distributed. `address` is what the receivers are given. `device` says where the bytes are when they travel:
+    "cpu" (gloo) or a CUDA device (NCCL), the same kind at both ends. `bucket_bytes` is the size of each of the two
+    buckets; a larger tensor gets one of its own size. `dtype` casts floating-point tensors. `timeout` is the longest
+    silence of a receiver, in seconds, also before the first one comes. `sends=False` is for the other ranks of a
+    trainer, which only take part in gathering; they have no address.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        port: int = 0,
+        num_receivers: int = 1,
+        bucket_bytes: int = 64 << 20,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        timeout: float = 120.0,
+        sends: bool = True,
+    ) -> None:
+        for name, value in (("num_receivers", num_receivers), ("bucket_bytes", bucket_bytes), ("timeout", timeout)):
+            if not value > 0:
+                raise ValueError(f"{name}={value!r} is not valid: it must be above 0")
+        self.host = host
+        self.address = ""
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._timeout = timeout
+        self._memory: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * _NUM_BUCKETS
+        self._rendezvous: Rendezvous | None = None
+        if sends:
+            listener = listen(host, port)
+            self.address = f"{host}:{listener.getsockname()[1]}"
+            self._rendezvous = Rendezvous(listener, num_receivers, timeout)
+
+    def send(self, version: int, named: Iterable[NamedTensor]) -> SendReport:
+        if self._rendezvous is None:
+            return only_consumed(named)
+        tally = Tally()
+        session = _Session(self, self._rendezvous, version)
+        with to_the_end(named) as source:
+            try:
+                for bucket in pack(source, self._bucket_bytes, session.take, self._dtype):
+                    session.announce(bucket)
+                    tally.add_bucket(bucket.entries, bucket.num_bytes)
+                session.end(tally.end())
+            except BaseException as error:
+                session.give_up(f"{type(error).__name__}: {error}")
+                raise
+        return tally.report()
+
+    def close(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * _NUM_BUCKETS
+
+
+class _Session:
+    """One policy on its way."""
+
+    def __init__(self, sender: BroadcastSender, rendezvous: Rendezvous, version: int) -> None:
+        self._sender = sender
+        self._rendezvous = rendezvous
+        self._version = version
+        self._channels: list[Channel] = []
+        self._group: Group | None = None
+        self._work: list[Work | None] = [None] * _NUM_BUCKETS
+        self._num_taken = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """The next bucket's memory, once what was in it has been sent."""
+        index = self._num_taken % _NUM_BUCKETS
+        self._wait(index)
+        memory = self._sender._memory
+        if memory[index].numel() < num_bytes:
+            memory[index] = torch.empty(0, dtype=torch.uint8)  # given back before the larger one is made
+            memory[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._sender._device)
+        self._num_taken += 1
+        return memory[index]
+
+    def announce(self, bucket: Bucket) -> None:
+        group = self._joined()
+        entries = [entry.as_json() for entry in bucket.entries]
+        for channel in self._channels:
+            channel.send({"bucket": self._num_taken - 1, "num_bytes": bucket.num_bytes, "entries": entries})
+        if bucket.num_bytes:
+            index = (self._num_taken - 1) % _NUM_BUCKETS
+            self._work[index] = broadcast(group, bucket.memory[: bucket.num_bytes])
+
+    def end(self, told: Mapping[str, Any]) -> None:
+        """Says that this was the whole policy, and waits until everybody has taken it over."""
+        self._joined()
+        for index in range(_NUM_BUCKETS):
+            self._wait(index)
+        for channel in self._channels:
+            channel.send({"end": told})
+        for channel in self._channels:
+            channel.receive()
+        for channel in self._channels:
+            channel.close()
+
+    def give_up(self, reason: str) -> None:
+        for channel in self._channels:
+            channel.give_up(reason)
+        self._work = []
+        self._group = None
+
+    def _wait(self, index: int) -> None:
+        work, self._work[index] = self._work[index], None
+        if work is not None:
+            wait_for(work, self._sender._device, self._sender._timeout)
+
+    def _joined(self) -> Group:
+        """The group; its members are waited for when the first bucket is packed."""
+        sender = self._sender
+        if self._group is None:
+            self._channels = self._rendezvous.join(self._version, backend=backend_of(sender._device))
+            store = hosted_store(sender.host, sender._timeout)
+            size = len(self._channels) + 1
+            for rank, channel in enumerate(self._channels, start=1):
+                channel.send({"port": store.port, "rank": rank, "size": size})
+            self._group = make_group(store, 0, size, sender._device, sender.host, sender._timeout)
+        return self._group
+
+
+class BroadcastReceiver(Transport):
+    """Reads what the `BroadcastSender` at `address` sends. `device` is where the bytes arrive, see there.
+
+    `timeout` is the longest silence of the sender, in seconds, also until it begins to send.
+    """
+
+    def __init__(self, address: str, *, device: str | torch.device = "cpu", timeout: float = 120.0) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"address={address!r} is not valid: it must be 'host:port', the sender's `address`")
+        self._host, self._port = host, int(port)
+        self._device = torch.device(device)
+        self._timeout = timeout
+        self._version: int | None = None
+        self._tally = Tally()
+        self._ended = False
+        self._channel: Channel | None = None
+        self._group: Group | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, version: int, held: HeldPolicy) -> None:
+        self._version = version
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        connection = connect(self._host, self._port, self._timeout)
+        channel = greet(connection, self._timeout, self._version, backend=backend_of(self._device))
+        self._channel = channel
+        place, _ = channel.receive()
+        store = joined_store(self._host, place["port"], self._timeout)
+        self._group = make_group(store, place["rank"], place["size"], self._device, self._host, self._timeout)
+        memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _NUM_BUCKETS
+        for message, bucket in self._buckets(channel, self._group, memory):
+            entries = [Entry.from_json(value) for value in message["entries"]]
+            self._tally.add_bucket(entries, bucket.numel())
+            yield from unpack(bucket, entries)
+        self._ended = True
+        channel.send({"done": "end"})
+
+    def sent_fingerprints(self) -> Mapping[str, int]:
+        return self._tally.fingerprints
+
+    def close(self) -> None:
+        if self._channel is not None and self._ended:
+            self._channel.close()
+        elif self._channel is not None:
+            self._channel.give_up("the engine's policy update failed")
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+        self._channel = self._group = self._thread = None
+
+    def _buckets(
+        self, channel: Channel, group: Group, memory: list[torch.Tensor]
+    ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        """Buckets with what was said of them; while one is read, the next one arrives."""
+
+        def fetch(index: int) -> tuple[dict[str, Any], torch.Tensor]:
+            message, _ = channel.receive()
+            num_bytes = message.get("num_bytes", 0)
+            if memory[index].numel() < num_bytes:
+                memory[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            bucket = memory[index][:num_bytes]
+            if num_bytes:
+                wait_for(broadcast(group, bucket), self._device, self._timeout)
+            return message, bucket
+
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-broadcast")
+        index = 0
+        arriving: Future[tuple[dict[str, Any], torch.Tensor]] = self._thread.submit(fetch, index)
+        while True:
+            message, bucket = arriving.result()
+            if "end" in message:
+                self._tally.check_end(message["end"])
+                return
+            if "entries" not in message:
+                raise TransportError(f"the sender said something that is not known here: {sorted(message)}")
+            index = (index + 1) % _NUM_BUCKETS
+            arriving = self._thread.submit(fetch, index)
+            yield message, bucket
+            if bucket.is_cuda:  # copies out of it are queued, and the next fetch may write there
+                torch.cuda.current_stream(bucket.device).synchronize()
