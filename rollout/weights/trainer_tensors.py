@@ -53,16 +53,23 @@ class PolicyTensors(Iterator[NamedTensor]):
 
     def _produce(self) -> Generator[NamedTensor]:
         while self._buckets:
-            bucket = self._buckets.popleft()
-            with gathered(_parameters(bucket)) as whole:
-                for weight in bucket:
-                    tensor = weight.value(whole)
-                    if self._dtype is not None:
-                        tensor = tensor.to(self._dtype)
+            yield from self._gather(self._buckets.popleft())
+
+    def _gather(self, bucket: Sequence[Weight]) -> Generator[NamedTensor]:
+        """The tensors of one bucket. What it held is free when it ends, before the next is gathered."""
+        with gathered(_parameters(bucket)) as whole:
+            for weight in bucket:
+                tensor = weight.value(whole)
+                if self._dtype is not None:
+                    tensor = tensor.to(self._dtype)
+                if not weight.is_sharded:
                     yield weight.name, tensor
-                    if weight.is_sharded:  # whoever still holds it must see that it is over
-                        tensor.data = tensor.new_empty(0)
-                    del tensor
+                    continue
+                lent = tensor.new_empty(0)
+                lent.data = tensor  # no view, since a view would hold the whole bucket after its end
+                del tensor
+                yield weight.name, lent
+                lent.data = lent.new_empty(0)  # whoever still has it sees that it is over
 
 
 def policy_tensors(
