@@ -14,6 +14,8 @@ from rollout.weights.names import canonical_name
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+_GATHER = "update.load(policy_tensors(model)) of rollout.weights.trainer_tensors does, on every rank together"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
@@ -58,7 +60,7 @@ def match(
         raise UnknownTensorError(_unknown(name, canonical, [*parameters, *tied]))
     destination = parameters[target]
     _check_kind(name, source)
-    _check_shape(name, canonical, source, destination)
+    _check_shape(name, canonical, source.shape, destination.shape)
     item = Incoming(canonical, target, source, destination)
     if not item.is_shared and source.untyped_storage().data_ptr() in storages:
         raise TensorKindError(
@@ -66,6 +68,17 @@ def match(
             "copying it could read what this update has already overwritten"
         )
     return item
+
+
+def check_layout(
+    shapes: Mapping[str, torch.Size], parameters: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+) -> None:
+    """Checks names and shapes of tensors that are still to come. Raises `UnknownTensorError` or `TensorShapeError`."""
+    for name, shape in shapes.items():
+        target = tied.get(name, name)
+        if target not in parameters:
+            raise UnknownTensorError(_unknown(name, name, [*parameters, *tied]))
+        _check_shape(name, name, shape, parameters[target].shape)
 
 
 def _unknown(name: str, canonical: str, known: list[str]) -> str:
@@ -79,7 +92,7 @@ def _check_kind(name: str, source: object) -> None:
     if not isinstance(source, torch.Tensor):
         raise TensorKindError(f"{name!r} is a {type(source).__name__}, not a torch tensor")
     if isinstance(source, DTensor):
-        raise TensorKindError(f"{name!r} is a DTensor, sharded over ranks: send its full_tensor()")
+        raise TensorKindError(f"{name!r} is a DTensor, sharded over ranks: gather it first ({_GATHER})")
     if source.is_meta or source.layout is not torch.strided:
         raise TensorKindError(f"{name!r} has no dense storage (device {source.device}, layout {source.layout})")
     if source.dtype not in _DTYPES:
@@ -88,16 +101,14 @@ def _check_kind(name: str, source: object) -> None:
         )
 
 
-def _check_shape(name: str, canonical: str, source: torch.Tensor, destination: torch.Tensor) -> None:
-    if source.shape == destination.shape:
+def _check_shape(name: str, canonical: str, source: torch.Size, destination: torch.Size) -> None:
+    if source == destination:
         return
     shown = repr(name) if name == canonical else f"{name!r} ({canonical})"
     hint = ""
     if source.numel() == 0:
-        hint = ": an empty placeholder of a sharded parameter, gather it first (ZeRO-3 GatheredParameters)"
-    raise TensorShapeError(
-        f"{shown} has shape {tuple(source.shape)}, the engine's parameter has {tuple(destination.shape)}{hint}"
-    )
+        hint = f": an empty placeholder of a sharded parameter, gather it first ({_GATHER})"
+    raise TensorShapeError(f"{shown} has shape {tuple(source)}, the engine's parameter has {tuple(destination)}{hint}")
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

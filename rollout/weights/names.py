@@ -36,7 +36,7 @@ def canonical_name(name: str) -> str | None:
     if adapter is not None:
         raise AdapterTensorError(
             f"{name!r} is a key of an adapter ({adapter}), not a weight of the model: send the merged weights "
-            "(rollout.weights.in_process.merged_tensors(model) makes them without touching the trainer's tensors)"
+            "(rollout.weights.trainer_tensors.policy_tensors(model) makes them without touching the trainer's tensors)"
         )
     if "_flat_param" in segments or "flat_param" in segments:
         raise UnknownTensorError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import ItemsView, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, cast
@@ -32,7 +33,7 @@ from rollout.errors import (
     UncoveredParametersError,
 )
 from rollout.weights.guard import SharedWeightsGuard
-from rollout.weights.incoming import Incoming, match
+from rollout.weights.incoming import Incoming, check_layout, match
 from rollout.weights.receipt import (
     Receipt,
     changed_tensors,
@@ -42,6 +43,7 @@ from rollout.weights.receipt import (
     verify_receipt,
 )
 from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode, UpdateTarget
+from rollout.weights.trainer_tensors import PolicyTensors, policy_tensors
 from rollout.weights.transport import HeldPolicy, NamedTensor, Transport
 from rollout.weights.undo import UndoLog
 from rollout_kernels import copy_and_fingerprint
@@ -203,9 +205,13 @@ class PolicyUpdate:
             if self._roll_back and self._engine.holds_policy:
                 self._undo = self._engine.undo_log()
 
-    def load(self, named: Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport) -> list[str]:
+    def load(
+        self, named: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport
+    ) -> list[str]:
         """Takes tensors over and returns their Hugging Face names; may be called often, with any split and order.
 
+        A model stands for `policy_tensors(model)`: wrapped, sharded and with adapters, as the trainer has it. Its names
+        and shapes are checked before anything is gathered, and a rank that fails goes on gathering for the others.
         A generator is consumed lazily and each tensor is copied before the next is asked for, so it may overwrite
         its tensors and never holds more than one. A mapping, list or tuple is checked wholly before the first byte is
         written. A tensor that is the engine's own memory is covered without a copy. A transport is read to its end and
@@ -215,13 +221,21 @@ class PolicyUpdate:
             if isinstance(named, Transport):
                 return self._receive(named)
             pairs = _pairs(named)
+            if isinstance(pairs, PolicyTensors):
+                with closing(pairs):
+                    check_layout(pairs.shapes, self._parameters, self._tied)
+                    return self._store_all(pairs)
             if isinstance(pairs, tuple):
                 self._check_all(pairs)
-            loaded = []
-            for item in filter(None, map(self._match, pairs)):
-                self._store(item)
-                loaded.append(item.name)
-            return loaded
+            return self._store_all(pairs)
+
+    def _store_all(self, pairs: Iterable[NamedTensor]) -> list[str]:
+        """Copies one tensor after the other into the engine."""
+        loaded = []
+        for item in filter(None, map(self._match, pairs)):
+            self._store(item)
+            loaded.append(item.name)
+        return loaded
 
     def _receive(self, transport: Transport) -> list[str]:
         """Loads what a transport brings, one tensor after the other."""
@@ -473,8 +487,10 @@ def _next_version(version: int | None, current: int) -> int:
     return version
 
 
-def _pairs(named: Mapping[str, torch.Tensor] | Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+def _pairs(named: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]) -> Iterable[NamedTensor]:
     """The pairs as a tuple where all of them are there already, else as they come."""
+    if isinstance(named, torch.nn.Module):
+        return policy_tensors(named)
     pairs = cast(Iterable[NamedTensor], named.items() if isinstance(named, Mapping) else named)
     return tuple(pairs) if isinstance(pairs, (list, tuple, ItemsView)) else pairs
 

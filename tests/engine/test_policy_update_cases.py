@@ -25,8 +25,8 @@ from rollout.errors import (
     UncoveredParametersError,
     UnknownTensorError,
 )
-from rollout.weights.in_process import merged_tensors
 from rollout.weights.receipt import Receipt
+from rollout.weights.trainer_tensors import policy_tensors
 from tests.support.oracle import load_reference
 from tests.support.policies import (
     GREEDY,
@@ -310,7 +310,7 @@ def test_merged_lora_samples_as_transformers_merged_and_leaves_the_trainer_alone
     before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     llm, prompt = untied.engine(), random_prompt(13)
     for _ in range(3):
-        update_with(llm, merged_tensors(trainer))
+        update_with(llm, policy_tensors(trainer))
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())
     output = llm.generate(prompt, GREEDY)[0]
     merged = trainer.merge_and_unload().eval()

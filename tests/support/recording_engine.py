@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.receipt import Receipt, make_receipt
@@ -161,3 +162,17 @@ def assert_unusable_until_a_complete_update(engine: RecordingEngine) -> None:
     assert_holds(engine, policy)
     assert engine.unusable is None
     assert engine.receipt is update.receipt
+
+
+def module_of(policy: dict[str, torch.Tensor]) -> nn.Module:
+    """A module whose parameters are these tensors, under these names."""
+    root = nn.Module()
+    for name, tensor in policy.items():
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, nn.Parameter(tensor))
+    return root

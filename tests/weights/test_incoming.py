@@ -39,7 +39,10 @@ def test_a_sharded_parameter_is_refused_and_its_full_tensor_is_taken(trainer: _T
     old, policy = snapshot(engine), new_policy(engine)
     ((_, shard),) = trainer.named_parameters()
     assert isinstance(shard, DTensor)
-    with pytest.raises(TensorKindError, match=r"q_proj\.weight' is a DTensor.*full_tensor"), PolicyUpdate(engine) as up:
+    with (
+        pytest.raises(TensorKindError, match=r"q_proj\.weight' is a DTensor.*policy_tensors"),
+        PolicyUpdate(engine) as up,
+    ):
         up.load({**policy, NAMES[1]: shard})
     assert_holds(engine, old)
     with PolicyUpdate(engine) as update:

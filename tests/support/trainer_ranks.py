@@ -1,0 +1,145 @@
+"""What every rank of a real trainer does in the tests: train a step, push the policy, sample, and write down both.
+
+A case leaves in its folder: `rank<n>.json` (what the engine of that rank sampled, and its receipt),
+`engine.safetensors` (the memory of rank 0's engine) and `oracle.safetensors` (the policy as the trainer's own library
+gathers it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from rollout import LLM, SamplingParams
+from rollout.weights.trainer_tensors import policy_tensors
+from tests.support.oracle import assert_greedy_matches, load_reference, sampled_reference
+
+PROMPT = [5, 17, 99, 3, 64, 28, 11]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL_BUCKET = 40_000  # bytes: the tiny model has 340,000 in float32, its embedding 34,000
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def trained_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """The checkpoint `folder`, ready for training."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    assert isinstance(model, LlamaForCausalLM)
+    return model.train()
+
+
+def batch(data: int | None = None) -> torch.Tensor:
+    """Token ids [2, 16], others on every rank; or those of rank `data`."""
+    seed = 100 + (rank() if data is None else data)
+    return torch.randint(3, 131, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def take_step(model: nn.Module, backward: Callable[[torch.Tensor], Any] | None = None, data: int | None = None) -> None:
+    """One real optimiser step, long enough to change what is sampled."""
+    tokens = batch(data)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    backward(loss) if backward else loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """An engine in this rank's process, into which every case pushes its policy."""
+
+    folder: Path
+    llm: LLM
+
+    def push(
+        self, case: str, model: nn.Module, oracle: dict[str, torch.Tensor] | None, bucket: int = SMALL_BUCKET
+    ) -> None:
+        """A policy update from `model`, and what it led to. `oracle` is needed on rank 0 alone."""
+        with self.llm.policy_update() as update:
+            loaded = update.load(policy_tensors(model, max_bucket_bytes=bucket))
+        output = self.llm.generate(PROMPT, GREEDY)[0].outputs[0]
+        folder = self.folder / case
+        folder.mkdir(exist_ok=True)
+        result = {
+            "loaded": loaded,
+            "tensors": update.receipt.tensors,
+            "fingerprint": update.receipt.parameters_fingerprint,
+            "token_ids": output.token_ids,
+            "raw_logprobs": output.raw_logprobs.tolist(),
+        }
+        (folder / f"rank{rank()}.json").write_text(json.dumps(result))
+        if rank() == 0:
+            assert oracle is not None
+            _save(self.llm.engine.parameters(), folder / "engine.safetensors")
+            _save(oracle, folder / "oracle.safetensors")
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def tiny_engine(checkpoint: Path, **options: Any) -> LLM:
+    return LLM(checkpoint, kv_cache_memory="1MiB", block_size=4, max_num_batched_tokens=64, **options)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the ranks wrote for one case."""
+
+    ranks: list[dict[str, Any]]
+    engine: dict[str, torch.Tensor]
+    oracle: dict[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, folder: Path) -> Result:
+        ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+        return cls(ranks, load_file(folder / "engine.safetensors"), load_file(folder / "oracle.safetensors"))
+
+    def assert_every_rank_holds_the_trainers_policy(
+        self, checkpoint: Path, merged: bool = False, trained: Container[str] | None = None
+    ) -> None:
+        """Each weight came once, all engines are equal and hold the trainer's policy, which is not the checkpoint.
+
+        Bit for bit; with `merged` up to the rounding of a float32 sum, since PEFT adds in another order. `trained`
+        are the weights that were trained, all of them by default.
+        """
+        before = load_file(checkpoint / "model.safetensors")
+        names = sorted(before)
+        for one in self.ranks:
+            assert sorted(one["loaded"]) == names
+            for field in ("tensors", "fingerprint", "token_ids", "raw_logprobs"):
+                assert one[field] == self.ranks[0][field]
+        for name in names:
+            expected = self.oracle[name].to(self.engine[name].dtype)
+            torch.testing.assert_close(self.engine[name], expected, rtol=0, atol=1e-6 if merged else 0, msg=name)
+            changed = not torch.equal(self.engine[name], before[name].to(self.engine[name].dtype))
+            assert changed == (trained is None or name in trained), name
+
+    def assert_sampled_by_the_oracle(self, checkpoint: Path, atol: float = 1e-4) -> None:
+        """Tokens and logprobs are those of transformers in float32 over the oracle's weights."""
+        model = load_reference(checkpoint)
+        load_policy(model, self.oracle)
+        token_ids = self.ranks[0]["token_ids"]
+        if atol <= 1e-4:
+            assert_greedy_matches(model, PROMPT, token_ids)
+        expected = torch.from_numpy(sampled_reference(model, PROMPT, token_ids))
+        actual = torch.tensor(self.ranks[0]["raw_logprobs"], dtype=torch.float64)
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+
+
+def load_policy(model: PreTrainedModel, policy: dict[str, torch.Tensor]) -> None:
+    """Puts a whole policy into a transformers model; tied names may be missing."""
+    missing, unexpected = model.load_state_dict({k: v.float() for k, v in policy.items()}, strict=False)
+    assert unexpected == []
+    assert missing in ([], ["lm_head.weight"])
