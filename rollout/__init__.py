@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
+    from rollout.diagnosis import Cause, Diagnosis, SampleRecord, diagnose
     from rollout.llm import LLM, generate
     from rollout.models.registry import ModelRegistry
     from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
@@ -20,27 +21,35 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Cause",
     "CompletionOutput",
+    "Diagnosis",
     "EngineConfig",
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
     "RequestOutput",
+    "SampleRecord",
     "SamplingParams",
     "ScoreOutput",
+    "diagnose",
     "generate",
 ]
 
 _MODULES = {
     "LLM": "rollout.llm",
+    "Cause": "rollout.diagnosis",
     "CompletionOutput": "rollout.outputs",
+    "Diagnosis": "rollout.diagnosis",
     "EngineConfig": "rollout.config",
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",
     "RequestOutput": "rollout.outputs",
+    "SampleRecord": "rollout.diagnosis",
     "SamplingParams": "rollout.sampling_params",
     "ScoreOutput": "rollout.outputs",
+    "diagnose": "rollout.diagnosis",
     "generate": "rollout.llm",
 }
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rollout.config import EngineConfig
+from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
@@ -162,9 +163,14 @@ class LLM:
         return self._run(self._encode(items, encode), params, [0] * len(items), use_tqdm, on_invalid)
 
     def score(
-        self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, use_tqdm: bool | None = None
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[ScoreOutput]:
         """Log-probabilities of given tokens, each given those before it: raw, temperature 1.
+
+        A sequence may be a dict with "prompt_token_ids" and a "cache_salt": no KV is then shared with other salts.
 
         Raises `ValueError` for an empty sequence, one longer than `max_model_len`, or an id outside the vocabulary.
         """
@@ -264,6 +270,25 @@ class LLM:
         the last receipt."""
         with self._lock:
             return self.engine.verify()
+
+    def diagnose(self, samples: Sequence[RequestOutput | SampleRecord], trainer: Trainer, **options: Any) -> Diagnosis:
+        """Says why a trainer's logprobs of sampled tokens are not the sampler's: `print(llm.diagnose(outputs, model))`.
+
+        `trainer` is a causal language model (of transformers, or `shared_model()`), or a function from lists of token
+        ids to the raw logprobs of all tokens after the first. A few samples are scored again on a chain of paths, each
+        one change away from the last, which splits the gap into wrong weights, stale KV, sampling semantics, batch
+        variance, precision, re-tokenisation and policy lag, in nats per token.
+
+        Options: `parameters`, the trainer's named tensors where it is a function; `trainer_logprobs`, the numbers that
+        the trainer compared with `sampled_logprobs`, an array a sample; `trainer_token_ids`, the completions as the
+        trainer had them; `trainer_version`, the policy version of its weights (the engine's by default);
+        `sampling_params`, as given to `generate`; `max_samples` (8); `tolerance` (1e-4 nats), below which no token
+        differs. See `docs/diagnose.md`.
+
+        The engine must be awake. A float32 copy of the weights is made where rounding has to be told from faults.
+        Raises `ValueError` for what does not belong together.
+        """
+        return diagnose(self, samples, trainer, **options)
 
     def shared_model(self) -> CausalLM:
         """The module that the engine runs, for a trainer that owns the very tensors which the sampler reads.

@@ -31,6 +31,7 @@ def make_sample(
         text=text,
         finish_reason=finish_reason,
         sampled_logprobs=(-1 - 0.5 * np.arange(count)).astype(np.float32),
+        raw_logprobs=(-1 - 0.5 * np.arange(count)).astype(np.float32),
         entropy=np.ones(count, dtype=np.float32),
         seed=0,
         sample_index=0,

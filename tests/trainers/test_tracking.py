@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.mismatch import Finding
 from rollout_trainers.tracking import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -46,6 +47,7 @@ def test_an_offline_run_holds_the_metrics_and_an_incremental_table_of_samples(tm
     tracker.log(1, {"reward": 0.25, "completions/mean_length": 7.0, "timing_s/gen": 1.5, "engine/kv_usage": 0.1})
     tracker.log_samples(1, ROWS)
     tracker.log(2, {"reward": 0.5})
+    tracker.log_diagnosis(Finding(2, 0.3, "stale KV", "stale KV: the samples were drawn on other KV"))
     tracker.log_samples(2, [SampleRow(2, "user: 3 + 3 =", "6", 1.0, 0.0, 2, "stop", {"answer": "6"})])
     tracker.finish({"trained": 0.5})
 
@@ -58,6 +60,8 @@ def test_an_offline_run_holds_the_metrics_and_an_incremental_table_of_samples(tm
     assert metrics[0]["train/completions/mean_length"] == 7.0
     assert (metrics[0]["timing_s/gen"], metrics[0]["engine/kv_usage"]) == (1.5, 0.1)
 
+    verdicts = [(row["train/global_step"], row["diagnosis/verdict"]) for row in history if "diagnosis/text" in row]
+    assert verdicts == [(2, "stale KV")]
     tables = [row for row in history if "completions" in row or "completions/path" in row]
     assert len(tables) == 2
     files = sorted((run / "files" / "media" / "table").rglob("*.table.json"))

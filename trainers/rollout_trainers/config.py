@@ -214,17 +214,26 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True)
 class TrackingSection:
-    """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere."""
+    """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
+
+    Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
+    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
     sample_every: int = 5
     samples: int = 16
+    diagnose_above: float | None = 1e-3
+    diagnose_every: int = 50
 
     def __post_init__(self) -> None:
         _check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
         _check_integer("tracking", "sample_every", self.sample_every, 1)
         _check_integer("tracking", "samples", self.samples, 0)
+        if self.diagnose_above is not None:
+            _check_real("tracking", "diagnose_above", self.diagnose_above, 0.0)
+        _check_integer("tracking", "diagnose_every", self.diagnose_every, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from rollout_trainers.corrections import importance_metrics, importance_weights,
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
 from rollout_trainers.losses import Denominators, clipped_policy_loss, kl_estimate, token_weights
 from rollout_trainers.metrics import LearnStatistics, sample_metrics, speed_metrics
+from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
@@ -45,10 +46,13 @@ class GRPOTrainer:
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
+        self.watch = MismatchWatch(config.tracking)
+        self.finding: Finding | None = None  # of the last step, where its logprobs differed
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples and metrics."""
         timers = Timers()
+        self.finding = None
         with timers.phase("step"):
             with timers.phase("gen"):
                 samples = self.rollouts(step)
@@ -69,6 +73,8 @@ class GRPOTrainer:
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
+        if self.finding is not None:
+            metrics |= self.finding.metrics
         return samples, metrics | {"perf/sleep_released_gb": self.released_bytes / 2**30}
 
     def rollouts(self, step: int) -> list[Sample]:
@@ -125,6 +131,8 @@ class GRPOTrainer:
             loss = self.micro_batch_loss(batch, reference, denominators, statistics)
             loss.backward()
             statistics.loss += float(loss.detach())
+        if statistics.num_updates == 0:
+            self.examine_mismatch(step, moving, statistics)
         statistics.grad_norm = max(statistics.grad_norm, self.optimizer.step(rate))
         statistics.num_updates += 1
 
@@ -165,6 +173,21 @@ class GRPOTrainer:
             for index, part in zip(batch.sample_indices, parts, strict=True):
                 samples[index].old_logprobs = part.numpy().copy()
         statistics.importance = importance_metrics(torch.cat(weights)) if weights else {}
+
+    def examine_mismatch(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
+        """Asks the engine why the logprobs differ, while its weights are still those that sampled.
+
+        The engine wakes for it, so that in such a step its KV pool and the gradients need memory together.
+        """
+        mismatch = statistics.merged_mismatch()
+        if not self.watch.is_due(step, mismatch):
+            return
+        released = self.released_bytes
+        self.resume_engine()
+        temperature, budget = self.config.sampling.temperature, self.config.algorithm.micro_batch_tokens
+        self.finding = examine(self.engine, self.policy, samples, temperature, budget, step, mismatch)
+        self.suspend_engine()
+        self.released_bytes = released
 
     def suspend_engine(self) -> None:
         """Gives the KV pool's memory to the training phase, where the recipe wants that."""

@@ -41,7 +41,11 @@ class LearnStatistics:
         }
         if with_kl:
             result["kl"] = self.kl_sum / tokens
-        return result | merge_mismatches(self.mismatch).metrics() | self.importance
+        return result | self.merged_mismatch().metrics() | self.importance
+
+    def merged_mismatch(self) -> Mismatch:
+        """Over all tokens that were compared so far."""
+        return merge_mismatches(self.mismatch)
 
 
 def merge_mismatches(parts: Sequence[Mismatch]) -> Mismatch:

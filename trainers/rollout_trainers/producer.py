@@ -32,6 +32,8 @@ class Engine(Protocol):
 
     def get_metrics(self) -> dict[str, float]: ...
 
+    def diagnose(self, samples: Any, trainer: Any, *, trainer_logprobs: Any = None) -> Any: ...
+
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that is a pure function of `parts`, so that a resumed run draws what an unbroken one would have."""
@@ -112,8 +114,10 @@ def _sample(example: Example, group: int, output: RequestOutput, completion: Com
         text=completion.text,
         finish_reason=completion.finish_reason,
         sampled_logprobs=completion.sampled_logprobs,
+        raw_logprobs=completion.raw_logprobs,
         entropy=completion.entropy,
         seed=completion.seed,
         sample_index=completion.sample_index,
         policy_version=version,
+        receipt_id=output.receipt_id,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_trainers.charts import line_chart, running_mean, save_reward_curve
-from rollout_trainers.tracking import METRICS_FILE, SAMPLES_FILE, read_json_lines
+from rollout_trainers.tracking import DIAGNOSES_FILE, METRICS_FILE, SAMPLES_FILE, read_json_lines
 
 REPORT_FILE = "report.html"
 CURVE_FILE = "reward.png"
@@ -58,6 +58,7 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
         charts=_charts(metrics, evaluations),
         config=html.escape(json.dumps(summary["config"], indent=2, ensure_ascii=False, default=str)),
         samples=_embedded_json(samples),
+        diagnoses=_diagnoses(read_json_lines(directory / DIAGNOSES_FILE)),
     )
     path = directory / REPORT_FILE
     path.write_text(page, encoding="utf-8")
@@ -112,6 +113,13 @@ def _cards(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> 
     )
 
 
+def _diagnoses(records: Sequence[Mapping[str, Any]]) -> str:
+    if not records:
+        return ""
+    parts = [f"<pre>step {record['step']}: {html.escape(record['text'])}</pre>" for record in records]
+    return "<h2>Why sampler and trainer differed</h2>" + "".join(parts)
+
+
 def _embedded_json(value: object) -> str:
     """JSON that can stand in a script element: no text in it can close the element."""
     return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
@@ -138,6 +146,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f4f6; padd
 <div class="cards">{cards}</div>
 <h2>Curves</h2>
 <div class="charts">{charts}</div>
+{diagnoses}
 <h2>Samples</h2>
 <div class="controls">
 <label>step <select id="step"></select></label>

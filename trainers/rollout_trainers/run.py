@@ -16,6 +16,7 @@ from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_m
 from rollout_trainers.config import RunConfig
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.mismatch import Finding
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.producer import RolloutProducer
 from rollout_trainers.recipe import load_recipe
@@ -170,6 +171,8 @@ class Session:
             if step % config.tracking.sample_every == 0 or step in (1, config.steps):
                 self.tracker.log_samples(step, self._rows(step, samples, "train"))
             self.progress.update(step, _progress_fields(metrics))
+            if self.trainer.finding is not None:
+                self._tell(self.trainer.finding)
             self.last_step = step
             every = config.evaluation.every
             if step == config.steps or (every and step % every == 0):
@@ -210,6 +213,13 @@ class Session:
         self.tracker.log(step, self.evaluations[step].metrics())
         self.tracker.log_samples(step, self._rows(step, samples, "held out"))
         self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
+
+    def _tell(self, finding: Finding) -> None:
+        self.tracker.log_diagnosis(finding)
+        self.progress.say(
+            f"{self.config.name}: step {finding.step}: logprobs of sampler and trainer differ by up to "
+            f"{finding.difference:.3g}: {finding.text.splitlines()[0]}"
+        )
 
     def _save(self, step: int) -> None:
         notes = {

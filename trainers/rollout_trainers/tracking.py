@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.mismatch import Finding
 from rollout_trainers.types import SampleRow
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+DIAGNOSES_FILE = "diagnoses.jsonl"
 SAMPLE_COLUMNS = (
     "step",
     "prompt",
@@ -104,6 +106,9 @@ class WandbSink:
             self._table.add_data(*(_cell(value) for value in asdict(row).values()))
         self._run.log({"train/global_step": step, "completions": self._table})
 
+    def diagnosis(self, step: int, verdict: str, text: str) -> None:
+        self._run.log({"train/global_step": step, "diagnosis/verdict": verdict, "diagnosis/text": text})
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish()
@@ -175,6 +180,7 @@ class Tracker:
         self.directory = directory
         self._metrics = JsonLines(directory / METRICS_FILE, first_step)
         self._samples = JsonLines(directory / SAMPLES_FILE, first_step)
+        self._diagnoses = JsonLines(directory / DIAGNOSES_FILE, first_step)
         mode = wandb_mode(section, environment)
         self._wandb = None
         if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
@@ -196,10 +202,18 @@ class Tracker:
         if self._wandb is not None and rows:
             self._wandb.samples(step, rows)
 
+    def log_diagnosis(self, finding: Finding) -> None:
+        self._diagnoses.write(
+            {"step": finding.step, "difference": finding.difference, "verdict": finding.verdict, "text": finding.text}
+        )
+        if self._wandb is not None:
+            self._wandb.diagnosis(finding.step, finding.verdict, finding.text)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Closes the files and the W&B run; `summary` becomes its summary."""
         self._metrics.close()
         self._samples.close()
+        self._diagnoses.close()
         if self._wandb is not None:
             self._wandb.finish(summary)
 

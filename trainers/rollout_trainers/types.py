@@ -44,10 +44,12 @@ class Sample:
     text: str
     finish_reason: str
     sampled_logprobs: np.ndarray
+    raw_logprobs: np.ndarray  # at temperature 1
     entropy: np.ndarray
     seed: int
     sample_index: int
     policy_version: int
+    receipt_id: str | None = None  # of the weights that sampled it
     reward: float = 0.0  # filled by `rewards.score`, as are `rewards`
     rewards: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0  # filled by the trainer

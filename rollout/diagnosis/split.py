@@ -1,0 +1,307 @@
+"""Splits the gap between sampler and trainer: the same tokens on a chain of paths, each one change away from the last.
+
+    sampler ─► engine ─► trainer's code, ─► the same, ─► trainer's ─► all in one ─► the trainer's ─► the numbers
+    returned   now       engine's weights   in float32   weights      batch         token ids        that it used
+            │         │                                  │            │             │                │
+        stale KV,   precision, implementation       wrong weights,  batch         re-         sampling semantics,
+        policy lag                                  policy lag      variance    tokenisation  unexplained
+
+Each arrow is a part, measured in nats per token at temperature 1, so that the parts add up token by token.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from rollout.diagnosis import engine_side
+from rollout.diagnosis.causes import Cause
+from rollout.diagnosis.engine_side import WeightsNow
+from rollout.diagnosis.records import Case
+from rollout.diagnosis.scorers import CallableScorer, ModuleScorer, NamedTensors, Scores
+from rollout.diagnosis.semantics import (
+    Quantity,
+    TrainerView,
+    likeliest_quantity,
+    sampler_values,
+    trainer_values,
+)
+from rollout.errors import StaleWeightsError
+from rollout.sampling_params import SamplingParams
+from rollout.weights.names import canonical_names
+from rollout.weights.receipt import fingerprint_of
+
+if TYPE_CHECKING:
+    from rollout.llm import LLM
+
+_FLOAT32_ROUNDING = 1e-3  # nats: what two float32 implementations of one model may differ by, at most
+_LIKE_ROUNDING = 2.0  # times the rounding's mean: what is smaller cannot be told from it
+_GUESS = 4.0  # times bfloat16's rounding: what is smaller is taken for it where the trainer's weights are not known
+
+
+@dataclass(slots=True)
+class Findings:
+    """Parts as arrays float64 [tokens of all cases], and what was found on the way."""
+
+    parts: dict[Cause, np.ndarray]
+    evidence: dict[str, Any] = field(default_factory=dict)
+    quantity: Quantity = Quantity.SAMPLED
+    tensors_differ: list[str] | None = None  # the trainer's from the engine's; None: could not be compared
+    engine_changed: list[str] = field(default_factory=list)  # the engine's from its receipt
+
+    def add(self, cause: Cause, values: np.ndarray) -> None:
+        self.parts[cause] = self.parts.get(cause, np.zeros(len(values))) + values
+
+    @property
+    def weights_are_wrong(self) -> bool:
+        """Some tensor is known to be another one than it should be, whatever that does to the samples."""
+        return bool(self.engine_changed or self.tensors_differ)
+
+    def size(self, cause: Cause) -> float:
+        return float(np.abs(self.parts[cause]).mean()) if cause in self.parts else 0.0
+
+
+class Splitter:
+    """One diagnosis on its way. `trainer_version` is the policy version that the trainer's weights are."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        cases: Sequence[Case],
+        scorer: CallableScorer | ModuleScorer,
+        parameters: NamedTensors | None,
+        trainer_version: int | None,
+        tolerance: float,
+    ) -> None:
+        self.llm = llm
+        self.cases = list(cases)
+        self.scorer = scorer
+        self.parameters = parameters
+        self.version = llm.policy_version
+        self.trainer_version = self.version if trainer_version is None else trainer_version
+        self.tolerance = tolerance
+        self.salt = secrets.token_hex(8)  # never used before: no block of an earlier diagnosis is hit either
+        self.found = Findings({})
+        self.sequences = [case.record.sequence for case in cases]
+        self.temperatures = [case.record.temperature or 1.0 for case in cases]
+
+    def run(self) -> Findings:
+        """All parts. Raises the engine's own error where it sleeps or holds no policy."""
+        receipt = self.llm.receipt
+        if receipt is None:
+            raise ValueError("the engine has no receipt: run a policy_update first")
+        workers: list[WeightsNow] = self.llm.collective_rpc(engine_side.weights_now, args=(receipt,))
+        self.found.engine_changed = sorted({name for worker in workers for name in worker.changed})
+        self._compare_weights(workers[0])
+        sampled = self._flat([case.record.raw_logprobs for case in self.cases], whole=False)
+        alone = self._alone(self.scorer)
+        engine = self._engine_now()
+        if engine is None:  # it refuses to compute with weights that are not those of its receipt
+            self.found.add(Cause.WRONG_WEIGHTS, alone - sampled)
+        else:
+            self._sampling_to_now(sampled, engine)
+            self._engine_to_trainer(engine, alone, workers[0])
+        self._rest(alone)
+        self._fold_rounding()
+        return self.found
+
+    def _flat(self, arrays: Sequence[np.ndarray], whole: bool = True) -> np.ndarray:
+        """The compared tokens of all cases, float64. `whole`: arrays are of tokens 1.. of the sequences."""
+        parts = []
+        for case, array in zip(self.cases, arrays, strict=True):
+            first = len(case.record.prompt_token_ids) - 1 if whole else 0
+            parts.append(np.asarray(array, np.float64)[first : first + case.num_tokens])
+        return np.concatenate(parts)
+
+    def _alone(self, scorer: CallableScorer | ModuleScorer) -> np.ndarray:
+        """Each sequence in a call of its own."""
+        pairs = zip(self.sequences, self.temperatures, strict=True)
+        return self._flat([scorer.score([sequence], [temperature]).raw[0] for sequence, temperature in pairs])
+
+    def _engine_now(self) -> np.ndarray | None:
+        """A fresh forward pass of the engine on no cached block; None where it refuses its weights."""
+        items = [{"prompt_token_ids": sequence, "cache_salt": self.salt} for sequence in self.sequences]
+        try:
+            return self._flat([output.logprobs for output in self.llm.score(items, use_tqdm=False)])
+        except StaleWeightsError as error:
+            self.found.evidence["engine_refuses"] = str(error)
+            return None
+
+    def _compare_weights(self, engine: WeightsNow) -> None:
+        named = self.parameters
+        if named is None and isinstance(self.scorer, ModuleScorer):
+            named = self.scorer.named_tensors()
+        if named is None:
+            return
+        pairs = cast("Iterable[tuple[str, torch.Tensor]]", named.items() if isinstance(named, Mapping) else named)
+        known = {engine.dtype: engine.fingerprints}
+        differ, compared, unknown = [], 0, []
+        for own, tensor in pairs:  # lazily: gathered tensors may be valid only until the next
+            for name in canonical_names([own]).values():
+                if name not in engine.fingerprints:
+                    unknown.append(name)
+                    continue
+                compared += 1
+                # In the coarser of the two dtypes, so that rounding alone makes no tensor another one.
+                coarser = min(engine.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
+                if coarser not in known:
+                    known[coarser] = self.llm.collective_rpc(engine_side.fingerprints, args=(coarser,))[0]
+                if fingerprint_of(tensor.detach().to(coarser)) != known[coarser][name]:
+                    differ.append(name)
+        self.found.tensors_differ = sorted(differ)
+        self.found.evidence |= {"tensors_compared": compared, "tensors_unknown_to_the_engine": unknown}
+
+    def _sampling_to_now(self, sampled: np.ndarray, engine: np.ndarray) -> None:
+        """From what the sampler returned to the engine's fresh pass: the weights moved on, or the KV was not theirs."""
+        difference = engine - sampled
+        receipt = self.llm.receipt
+        assert receipt is not None
+        moved_on, replaced = [], []
+        for case in self.cases:
+            # A token is of an older policy if it was sampled by one, or upon KV of one.
+            versions = case.record.versions()
+            older = np.minimum.accumulate(versions) < self.version
+            moved_on.append(older[: case.num_tokens])
+            same_version = case.record.receipt_id in (None, receipt.id) or bool(older.any())
+            replaced.append(np.full(case.num_tokens, not same_version or bool(self.found.engine_changed)))
+        lagging = np.concatenate(moved_on)
+        other_weights = np.concatenate(replaced) & ~lagging
+        versions = sorted({int(v) for case in self.cases for v in case.record.versions()})
+        self.found.evidence["sample_versions"] = versions
+        self.found.add(Cause.POLICY_LAG, np.where(lagging, difference, 0.0))
+        self.found.add(Cause.WRONG_WEIGHTS, np.where(other_weights, difference, 0.0))
+        stale = np.where(lagging | other_weights, 0.0, difference)
+        self.found.add(Cause.STALE_KV, stale)
+        if np.abs(stale).max() > self.tolerance:
+            self.found.evidence["cached_tokens"] = sum(case.record.num_cached_tokens for case in self.cases)
+            self.found.evidence["cache_differs_now"] = self._cache_differs()
+
+    def _cache_differs(self) -> bool:
+        """Whether a token drawn on cached blocks has another logprob than one drawn without them."""
+        if not self.llm.config.enable_prefix_caching:
+            return False
+        prompts = [sequence[:-1] for sequence in self.sequences]
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        answers = []
+        for salt in (None, self.salt):
+            items = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+            outputs = self.llm.generate(items, params, use_tqdm=False)
+            drawn = [output.outputs[0] for output in outputs]
+            answers.append([(sample.token_ids, sample.raw_logprobs.tolist()) for sample in drawn])
+        return answers[0] != answers[1]
+
+    def _engine_to_trainer(self, engine: np.ndarray, alone: np.ndarray, weights: WeightsNow) -> None:
+        """From the engine to the trainer, each sequence alone: other kernels and dtypes, then other weights."""
+        cause = Cause.WRONG_WEIGHTS if self.trainer_version == self.version else Cause.POLICY_LAG
+        differ = self.found.tensors_differ
+        if differ is None:
+            self._guess(engine, alone, cause)
+            return
+        with_engine_weights = alone
+        if differ:
+            swapped = None
+            if isinstance(self.scorer, ModuleScorer):
+                swapped = self.scorer.with_weights(self._engine_weights(differ))
+            with_engine_weights = engine if swapped is None else self._alone(swapped)
+            self.found.add(cause, alone - with_engine_weights)
+        self._same_weights(engine, with_engine_weights, weights.dtype)
+
+    def _engine_weights(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        return self.llm.collective_rpc(engine_side.weights, args=(names,))[0]
+
+    def _rescore(self, dtype: torch.dtype) -> np.ndarray:
+        """The engine's model and weights, computed in another dtype."""
+        return self._flat(self.llm.collective_rpc(engine_side.rescore, args=(self.sequences, dtype))[0])
+
+    def _bfloat16_rounding(self) -> float:
+        """What computing in bfloat16 instead of float32 does to these tokens: mean |difference| in nats."""
+        return float(np.abs(self._rescore(torch.bfloat16) - self._rescore(torch.float32)).mean())
+
+    def _same_weights(self, engine: np.ndarray, trainer: np.ndarray, dtype: torch.dtype) -> None:
+        """Splits a difference under the same weights: rounding vanishes in float32, another implementation stays."""
+        if np.abs(trainer - engine).max() <= self.tolerance:
+            self.found.add(Cause.PRECISION, trainer - engine)
+            return
+        exact_engine, exact_trainer = engine, trainer
+        config = self.llm.config
+        if dtype is not torch.float32 or config.quantization is not None or config.kv_cache_dtype == "int8":
+            exact_engine = self._rescore(torch.float32)
+        if isinstance(self.scorer, ModuleScorer):
+            in_float32 = self.scorer.with_weights(self._engine_weights(), torch.float32)
+            if in_float32 is not None:
+                exact_trainer = self._alone(in_float32)
+        else:
+            # A callable computes as it does: how far it is from exact is its rounding, if that is of bfloat16's size.
+            allowed = _GUESS * self._bfloat16_rounding()
+            exact_trainer = exact_engine if float(np.abs(trainer - exact_engine).mean()) <= allowed else trainer
+        left = exact_trainer - exact_engine
+        rounding = (trainer - exact_trainer) + (exact_engine - engine)
+        self.found.evidence["rounding"] = {
+            "engine": float(np.abs(engine - exact_engine).mean()),
+            "trainer": float(np.abs(trainer - exact_trainer).mean()),
+            "left_in_float32": float(np.abs(left).mean()),
+        }
+        same_code = np.abs(left).max() <= _FLOAT32_ROUNDING
+        self.found.add(Cause.PRECISION, rounding + left if same_code else rounding)
+        self.found.add(Cause.IMPLEMENTATION, np.zeros(len(left)) if same_code else left)
+
+    def _guess(self, engine: np.ndarray, trainer: np.ndarray, otherwise: Cause) -> None:
+        """The trainer's weights are not known: what bfloat16's rounding can make is taken for it, more is not."""
+        difference = trainer - engine
+        if np.abs(difference).max() <= self.tolerance:
+            self.found.add(Cause.PRECISION, difference)
+            return
+        rounding = self._bfloat16_rounding()
+        self.found.evidence["rounding"] = {"bfloat16": rounding, "trainer": float(np.abs(difference).mean())}
+        is_rounding = float(np.abs(difference).mean()) <= _GUESS * rounding
+        self.found.add(Cause.PRECISION if is_rounding else otherwise, difference)
+
+    def _rest(self, alone: np.ndarray) -> None:
+        """From the trainer, each sequence alone, to the numbers that it used."""
+        together = self.scorer.score(self.sequences, self.temperatures)
+        self.found.add(Cause.BATCH_VARIANCE, self._flat(together.raw) - alone)
+        views = together
+        if any(case.is_retokenised for case in self.cases):
+            views = self.scorer.score([case.trainer_sequence for case in self.cases], self.temperatures)
+            self.found.add(Cause.RETOKENISATION, self._flat(views.raw) - self._flat(together.raw))
+        if all(case.trainer_logprobs is not None for case in self.cases):
+            self._used_numbers(self._views(views))
+
+    def _views(self, scores: Scores) -> list[TrainerView]:
+        views = []
+        for index, case in enumerate(self.cases):
+            first = len(case.record.prompt_token_ids) - 1
+            own = slice(first, first + case.num_tokens)
+            tempered = None if scores.tempered is None else scores.tempered[index][own]
+            views.append(TrainerView(scores.raw[index][own], tempered))
+        return views
+
+    def _used_numbers(self, views: list[TrainerView]) -> None:
+        records = [case.record for case in self.cases]
+        used = [_used(case) for case in self.cases]
+        self.found.quantity = quantity = likeliest_quantity(records, views, used, self.tolerance)
+        sampled, values, predicted = [], [], []
+        for case, view in zip(self.cases, views, strict=True):
+            sampled.append(sampler_values(case.record, Quantity.SAMPLED, case.num_tokens))
+            values.append(sampler_values(case.record, quantity, case.num_tokens))
+            predicted.append(trainer_values(case.record, view, quantity))
+        self.found.add(Cause.SAMPLING_SEMANTICS, np.concatenate(values) - np.concatenate(sampled))
+        self.found.add(Cause.UNEXPLAINED, np.concatenate(used) - np.concatenate(predicted))
+
+    def _fold_rounding(self) -> None:
+        """What is no larger than twice the rounding cannot be told from it: kernels round by the batch's shape too."""
+        limit = _LIKE_ROUNDING * self.found.size(Cause.PRECISION)
+        for cause in (Cause.BATCH_VARIANCE, Cause.UNEXPLAINED):
+            if 0 < self.found.size(cause) <= limit:
+                self.found.evidence[f"{cause.value} counted as precision"] = self.found.size(cause)
+                self.found.add(Cause.PRECISION, self.found.parts.pop(cause))
+
+
+def _used(case: Case) -> np.ndarray:
+    assert case.trainer_logprobs is not None
+    return case.trainer_logprobs[: case.num_tokens]

@@ -1,0 +1,91 @@
+"""What a run does when the trainer's logprobs are not the sampler's: it asks the engine why, now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout.diagnosis import Diagnosis, SampleRecord
+from rollout.errors import RolloutError
+from rollout.sampling_params import SamplingParams
+from rollout_trainers.config import TrackingSection
+from rollout_trainers.corrections import Mismatch
+from rollout_trainers.packing import pack_micro_batches
+from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.producer import Engine
+from rollout_trainers.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnosis of one step, or why there is none. `difference` is the largest |logprob difference| that was seen."""
+
+    step: int
+    difference: float
+    verdict: str
+    text: str
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class MismatchWatch:
+    """Says in which steps a diagnosis is due: the difference passes the threshold, and the last one is a while ago."""
+
+    def __init__(self, section: TrackingSection) -> None:
+        self._above = section.diagnose_above
+        self._every = section.diagnose_every
+        self._last: int | None = None
+
+    def is_due(self, step: int, mismatch: Mismatch) -> bool:
+        """True at most once in `diagnose_every` steps."""
+        if self._above is None or mismatch.num_tokens == 0 or mismatch.max <= self._above:
+            return False
+        if self._last is not None and step - self._last < self._every:
+            return False
+        self._last = step
+        return True
+
+
+def examine(
+    engine: Engine,
+    policy: SharedPolicy,
+    samples: Sequence[Sample],
+    temperature: float,
+    token_budget: int,
+    step: int,
+    mismatch: Mismatch,
+) -> Finding:
+    """Why the policy's logprobs of `samples` are not the engine's. The engine must be awake, and its policy that which
+    sampled. Whatever a diagnosis itself runs into is told, and not raised: the training goes on."""
+    try:
+        diagnosis = _diagnose(engine, policy, samples, temperature, token_budget)
+    except (RolloutError, torch.OutOfMemoryError) as error:
+        text = f"the diagnosis failed with {type(error).__name__}: {error}"
+        return Finding(step, mismatch.max, "failed", text)
+    return Finding(step, mismatch.max, diagnosis.verdict.value, str(diagnosis), diagnosis.metrics())
+
+
+def _diagnose(
+    engine: Engine, policy: SharedPolicy, samples: Sequence[Sample], temperature: float, token_budget: int
+) -> Diagnosis:
+    used: dict[int, np.ndarray] = {}
+    for batch in pack_micro_batches(samples, token_budget):
+        parts = policy.frozen_logprobs(batch).split(batch.lengths.tolist())
+        used.update((index, part.cpu().numpy()) for index, part in zip(batch.sample_indices, parts, strict=True))
+    params = SamplingParams(temperature=temperature)
+    records = [_record(samples[index], params) for index in used]
+    return engine.diagnose(records, policy.model, trainer_logprobs=list(used.values()))
+
+
+def _record(sample: Sample, params: SamplingParams) -> SampleRecord:
+    return SampleRecord(
+        prompt_token_ids=sample.prompt_token_ids,
+        token_ids=sample.completion_token_ids,
+        raw_logprobs=sample.raw_logprobs,
+        sampled_logprobs=sample.sampled_logprobs,
+        policy_version=sample.policy_version,
+        receipt_id=sample.receipt_id,
+        params=params,
+    )
