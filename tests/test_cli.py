@@ -34,7 +34,7 @@ def workload(tmp_path: Path) -> Path:
 
 
 def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rollout.cli", *arguments]
+    command = [sys.executable, "-m", "rollout", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 

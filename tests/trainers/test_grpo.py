@@ -85,6 +85,18 @@ def test_training_raises_the_reward_and_every_step_starts_on_policy(model: Path,
     assert rows[-1]["rewards/share_of_low_ids/mean"] == rows[-1]["reward"]
 
 
+@pytest.mark.parametrize("option", ["engine.quantization=int8", "engine.kv_cache_dtype=int8"])
+def test_a_sampler_in_int8_is_corrected_by_importance_weights(model: Path, tmp_path: Path, option: str):
+    with pytest.raises(ValueError, match=r"recompute_logprobs.*int8"):
+        configuration(model, tmp_path, option)
+    train(model, tmp_path, "steps=2", option, "algorithm.recompute_logprobs=true")
+    for row in step_metrics(tmp_path):
+        assert row["sampling/logp_difference/max"] > 0
+        low, high = (row[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "max"))
+        assert low < 1 < high
+        assert row["grad_norm"] > 0
+
+
 def test_a_resumed_run_has_the_rewards_and_weights_of_an_unbroken_one(model: Path, tmp_path: Path):
     options = ("algorithm.minibatches=2", "checkpoint.every=2", "evaluation.every=2")
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"

@@ -35,7 +35,7 @@ def _check_real(section: str, name: str, value: object, low: float, *, open_low:
         _fail(section, name, value, valid)
 
 
-def _check_choice(section: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(section: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         _fail(section, name, value, f"one of {', '.join(map(repr, choices))}")
 
@@ -44,7 +44,9 @@ def _check_choice(section: str, name: str, value: object, choices: tuple[str, ..
 class EngineSection:
     """The embedded engine that samples, whose weights are trained in place.
 
-    `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine.
+    `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine. "int8" as
+    `quantization` or `kv_cache_dtype` samples faster from rounded weights or KV (`docs/quantization.md`): the sampler's
+    logprobs then differ from the trainer's, and importance weights correct for that.
     """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -53,12 +55,16 @@ class EngineSection:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | str | None = None
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    quantization: Literal["int8"] | None = None
     enable_prefix_caching: bool = True
     sleep: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        _check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
             _check_integer("engine", "max_model_len", self.max_model_len, 2)
         _check_integer("engine", "max_num_seqs", self.max_num_seqs, 1)
@@ -269,5 +275,11 @@ class RunConfig:
         _check_integer("run", "seed", self.seed, 0)
         if self.seed > MAX_SEED:
             _fail("run", "seed", self.seed, f"at most {MAX_SEED}")
+        int8 = "int8" in (self.engine.quantization, self.engine.kv_cache_dtype)
+        if int8 and not self.algorithm.recompute_logprobs:
+            _fail(
+                *("algorithm", "recompute_logprobs", False),
+                "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
+            )
         if self.optimizer.warmup_steps > self.steps:
             _fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")

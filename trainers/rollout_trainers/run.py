@@ -116,6 +116,8 @@ def _make_engine(config: RunConfig) -> LLM:
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_memory=engine.kv_cache_memory,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        quantization=engine.quantization,
         enable_prefix_caching=engine.enable_prefix_caching,
         seed=config.seed,
     )
