@@ -16,20 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rollout.errors import TransportError
 from rollout.weights.buckets import Bucket, Entry, Tally, only_consumed, pack, to_the_end, unpack
 from rollout.weights.channel import Channel, Rendezvous, connect, greet, listen
-from rollout.weights.process_group import backend_of, broadcast, hosted_store, joined_store, make_group, wait_for
+from rollout.weights.process_group import Group, backend_of, hosted_store, joined_store
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
-
-if TYPE_CHECKING:
-    from torch.distributed import Work
-
-    from rollout.weights.process_group import Group
 
 _NUM_BUCKETS = 2
 
@@ -105,7 +100,7 @@ class _Session:
         self._version = version
         self._channels: list[Channel] = []
         self._group: Group | None = None
-        self._work: list[Work | None] = [None] * _NUM_BUCKETS
+        self._broadcasts: list[int | None] = [None] * _NUM_BUCKETS
         self._num_taken = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
@@ -126,7 +121,7 @@ class _Session:
             channel.send({"bucket": self._num_taken - 1, "num_bytes": bucket.num_bytes, "entries": entries})
         if bucket.num_bytes:
             index = (self._num_taken - 1) % _NUM_BUCKETS
-            self._work[index] = broadcast(group, bucket.memory[: bucket.num_bytes])
+            self._broadcasts[index] = group.begin_broadcast(bucket.memory[: bucket.num_bytes])
 
     def end(self, told: Mapping[str, Any]) -> None:
         """Says that this was the whole policy, and waits until everybody has taken it over."""
@@ -137,19 +132,25 @@ class _Session:
             channel.send({"end": told})
         for channel in self._channels:
             channel.receive()
-        for channel in self._channels:
-            channel.close()
+        self.close()
 
     def give_up(self, reason: str) -> None:
+        if not self._channels:
+            self._rendezvous.turn_away(reason)
         for channel in self._channels:
             channel.give_up(reason)
-        self._work = []
-        self._group = None
+        self.close()
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        if self._group is not None:
+            self._group.close()
 
     def _wait(self, index: int) -> None:
-        work, self._work[index] = self._work[index], None
-        if work is not None:
-            wait_for(work, self._sender._device, self._sender._timeout)
+        number, self._broadcasts[index] = self._broadcasts[index], None
+        if number is not None:
+            self._joined().wait_for(number)
 
     def _joined(self) -> Group:
         """The group; its members are waited for when the first bucket is packed."""
@@ -160,7 +161,7 @@ class _Session:
             size = len(self._channels) + 1
             for rank, channel in enumerate(self._channels, start=1):
                 channel.send({"port": store.port, "rank": rank, "size": size})
-            self._group = make_group(store, 0, size, sender._device, sender.host, sender._timeout)
+            self._group = Group(store, 0, size, sender._device, sender.host, sender._timeout)
         return self._group
 
 
@@ -193,7 +194,7 @@ class BroadcastReceiver(Transport):
         self._channel = channel
         place, _ = channel.receive()
         store = joined_store(self._host, place["port"], self._timeout)
-        self._group = make_group(store, place["rank"], place["size"], self._device, self._host, self._timeout)
+        self._group = Group(store, place["rank"], place["size"], self._device, self._host, self._timeout)
         memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _NUM_BUCKETS
         for message, bucket in self._buckets(channel, self._group, memory):
             entries = [Entry.from_json(value) for value in message["entries"]]
@@ -212,6 +213,8 @@ class BroadcastReceiver(Transport):
             self._channel.give_up("the engine's policy update failed")
         if self._thread is not None:
             self._thread.shutdown(wait=False)
+        if self._group is not None:
+            self._group.close()
         self._channel = self._group = self._thread = None
 
     def _buckets(
@@ -225,8 +228,13 @@ class BroadcastReceiver(Transport):
             if memory[index].numel() < num_bytes:
                 memory[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             bucket = memory[index][:num_bytes]
-            if num_bytes:
-                wait_for(broadcast(group, bucket), self._device, self._timeout)
+            try:
+                if num_bytes:
+                    group.wait_for(group.begin_broadcast(bucket))
+            except TransportError:
+                if channel.is_closed():
+                    channel.receive()  # raises with the sender's reason, if it gave one
+                raise
             return message, bucket
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-broadcast")

@@ -202,6 +202,13 @@ class Rendezvous:
             raise
         return channels
 
+    def turn_away(self, reason: str) -> None:
+        """Tells those who have come for a policy that it will not be sent."""
+        self._listener.settimeout(0.001)
+        with suppress(TimeoutError):
+            while True:
+                Channel(self._listener.accept()[0], self._timeout, "a receiver").give_up(reason)
+
     def close(self) -> None:
         self._listener.close()
 

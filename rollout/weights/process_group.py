@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rollout.errors import TransportError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore, Work
-
-    Group = ProcessGroupGloo | ProcessGroupNCCL
+    from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore
 
 _Result = TypeVar("_Result")
 
@@ -46,36 +45,60 @@ def joined_store(host: str, port: int, timeout: float) -> TCPStore:
     return guarded(lambda: TCPStore(host, port, None, False, timedelta(seconds=timeout)), "joining the group")
 
 
-def make_group(store: Store, rank: int, size: int, device: torch.device, host: str, timeout: float) -> Group:
-    """Returns when all `size` members have come. `timeout` limits that and every later operation.
+class Group:
+    """One member of a group of `size`. Made when all members have come, within `timeout`, which also limits every
+    operation.
 
     `host` is an address of the sender: the group's connections use the network that leads there. Nothing of
     torch.distributed's global state is touched. Raises `TransportError`.
     """
-    if backend_of(device) == "nccl":
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str, timeout: float) -> None:
+        self._device = device
+        self._timeout = timedelta(seconds=timeout)
+        make = self._nccl if backend_of(device) == "nccl" else self._gloo
+        # Nothing else may refer to these, not even a traceback's frames: connections are closed when they go.
+        self._group: Any = guarded(lambda: make(store, rank, size, host), f"joining the {backend_of(device)} group")
+        self._work: dict[int, Any] = {}
+        self._numbers = itertools.count()
+
+    def begin_broadcast(self, tensor: torch.Tensor) -> int:
+        """Begins to send what rank 0 has in `tensor` into the others' `tensor`; returns what `wait_for` needs.
+
+        Raises `TransportError`.
+        """
+        if self._group is None:
+            raise TransportError("the group is closed")
+        number = next(self._numbers)
+        self._work[number] = guarded(lambda: self._group.broadcast(tensor, 0), "broadcasting")
+        return number
+
+    def wait_for(self, number: int) -> None:
+        """Returns when a broadcast is done, on the device too. Raises `TransportError`."""
+        guarded(lambda: self._work[number].wait(self._timeout), "broadcasting")
+        self._work.pop(number, None)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Leaves. Others that still wait for this member fail at once."""
+        self._work.clear()
+        self._group = None
+
+    def _gloo(self, store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host))]
+        options._timeout = self._timeout
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def _nccl(self, store: Store, rank: int, size: int, host: str) -> ProcessGroupNCCL:
         from torch.distributed import ProcessGroupNCCL
 
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=timeout)
-        return guarded(lambda: ProcessGroupNCCL(store, rank, size, nccl), "joining the NCCL group")
-    from torch.distributed import ProcessGroupGloo
-
-    gloo = ProcessGroupGloo._Options()
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host))]
-    gloo._timeout = timedelta(seconds=timeout)
-    return guarded(lambda: ProcessGroupGloo(store, rank, size, gloo), "joining the gloo group")
-
-
-def broadcast(group: Group, tensor: torch.Tensor) -> Work:
-    """Begins to send what the group's rank 0 has in `tensor` into the others' `tensor`. Raises `TransportError`."""
-    return guarded(lambda: group.broadcast(tensor, 0), "broadcasting")
-
-
-def wait_for(work: Work, device: torch.device, timeout: float) -> None:
-    """Returns when an operation is done, on the device too. Raises `TransportError`."""
-    guarded(lambda: work.wait(timedelta(seconds=timeout)), "broadcasting")
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return ProcessGroupNCCL(store, rank, size, options)
 
 
 def guarded(do: Callable[[], _Result], what: str) -> _Result:

@@ -74,7 +74,7 @@ class SharedMemorySender(Sender):
         if self._rendezvous is None:
             return only_consumed(named)
         tally = Tally()
-        session = _Session(self, version)
+        session = _Session(self, self._rendezvous, version)
         with to_the_end(named) as source:
             try:
                 for bucket in pack(source, self._bucket_bytes, session.take, self._dtype):
@@ -114,8 +114,9 @@ class _Receiver:
 class _Session:
     """One policy on its way."""
 
-    def __init__(self, sender: SharedMemorySender, version: int) -> None:
+    def __init__(self, sender: SharedMemorySender, rendezvous: Rendezvous, version: int) -> None:
         self._sender = sender
+        self._rendezvous = rendezvous
         self._version = version
         self._receivers: list[_Receiver] | None = None
         self._slot: _Slot | None = None
@@ -155,15 +156,15 @@ class _Session:
             receiver.channel.close()
 
     def give_up(self, reason: str) -> None:
+        if self._receivers is None:
+            self._rendezvous.turn_away(reason)
         for receiver in self._receivers or ():
             receiver.channel.give_up(reason)
 
     def _joined(self) -> list[_Receiver]:
         """The receivers; they are waited for when the first bucket is packed."""
         if self._receivers is None:
-            rendezvous = self._sender._rendezvous
-            assert rendezvous is not None
-            self._receivers = [_Receiver(channel) for channel in rendezvous.join(self._version)]
+            self._receivers = [_Receiver(channel) for channel in self._rendezvous.join(self._version)]
         return self._receivers
 
 

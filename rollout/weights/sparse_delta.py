@@ -23,9 +23,11 @@ import numpy as np
 import torch
 
 from rollout.errors import TransportError
-from rollout.weights.buckets import Tally, only_consumed, wire_dtype
+from rollout.weights.buckets import Tally, only_consumed, to_the_end, wire_dtype
+from rollout.weights.names import canonical_name
 from rollout.weights.receipt import fingerprint_of
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
+from rollout_kernels import copy_and_fingerprint
 
 _HEADER, _DELTA, _WHOLE, _END = "header", "delta", "whole", "end"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a value -> the same as an integer
@@ -68,7 +70,8 @@ class SparseDeltaSender(Sender):
         started = time.perf_counter()
         tally = Tally()
         try:
-            report = self._carrier.send(version, self._encoded(named, tally))
+            with to_the_end(named) as source:
+                report = self._carrier.send(version, self._encoded(source, tally))
         except BaseException:
             self.send_whole_next()  # some tensors of the copy are the new ones already
             raise
@@ -88,15 +91,13 @@ class SparseDeltaSender(Sender):
         yield f"{_HEADER}:", _as_tensor({"base_version": self._base_version, "base": self._fingerprints})
         for name, tensor in named:
             new = tensor.detach().to("cpu", wire_dtype(name, tensor, self._dtype)).contiguous()
-            tally.add(name, new.dtype, new.shape, fingerprint_of(new))
-            base = self._base.get(name)
+            base, delta = self._base.get(name), None
             if base is None or base.dtype != new.dtype or base.shape != new.shape:
-                self._base[name] = new.clone()
-                yield f"{_WHOLE}:{name}", new
-                continue
-            delta = encode(base, new, self._max_fraction)
-            base.copy_(new)
-            yield (f"{_WHOLE}:{name}", new) if delta is None else (f"{_DELTA}:{name}", delta)
+                base = self._base[name] = torch.empty_like(new)
+            else:
+                delta = encode(base, new, self._max_fraction)
+            tally.add(name, new.dtype, new.shape, copy_and_fingerprint(base, new))
+            yield (f"{_WHOLE}:{name}", base) if delta is None else (f"{_DELTA}:{name}", delta)
         yield f"{_END}:", _as_tensor(tally.fingerprints)
 
 
@@ -153,7 +154,7 @@ class SparseDeltaReceiver(Transport):
                 "the sender must send a whole policy (send_whole_next)"
             )
         for name, fingerprint in header["base"].items():
-            tensor = held.tensors.get(name)
+            tensor = held.tensors.get(canonical_name(name) or name)
             if tensor is None or fingerprint_of(tensor) != fingerprint:
                 what = "is not there" if tensor is None else f"({tensor.dtype}) holds other values"
                 raise TransportError(
@@ -167,7 +168,7 @@ class SparseDeltaReceiver(Transport):
         held = self._held
         if held is None or header is None or header["base_version"] is None or name not in header["base"]:
             raise TransportError(f"changes of {name!r} came without a policy that they were made against")
-        tensor = held.tensors[name]
+        tensor = held.tensors[canonical_name(name) or name]  # it was there when the base was checked
         if self._memory.device != tensor.device or self._memory.numel() < tensor.nbytes:
             self._memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
         changed = self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
