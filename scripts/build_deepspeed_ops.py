@@ -20,7 +20,7 @@ from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "torch_extensions"
 OPERATION = "deepspeed_shm_comm"
-STALE_SECONDS = 900  # no build takes this long
+STALE_SECONDS = 60  # what is built is loaded in less
 
 _BUILD = "from deepspeed.ops.op_builder import ShareMemCommBuilder; ShareMemCommBuilder().load()"
 
@@ -38,12 +38,20 @@ def build() -> Path:
     with open(FOLDER / ".building", "w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)  # given back by the system, however this process ends
         if built.is_file():
-            if lock.exists() and time.time() - lock.stat().st_mtime > STALE_SECONDS:
-                lock.unlink()
+            _wait_for(lock)
             return built
         shutil.rmtree(FOLDER / OPERATION, ignore_errors=True)
         subprocess.run([sys.executable, "-c", _BUILD], check=True, env={**os.environ, **environment()})
     return built
+
+
+def _wait_for(lock: Path) -> None:
+    """Until whoever loads the operation at this moment has done so, or has evidently been killed."""
+    while lock.exists():
+        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+            lock.unlink()
+            return
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

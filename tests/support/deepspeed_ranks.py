@@ -15,14 +15,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rollout.errors import TensorKindError
+from rollout.weights.shared_memory import SharedMemorySender
 from rollout.weights.trainer_tensors import policy_tensors
 from tests.support.trainer_ranks import (
     LORA,
+    SMALL_BUCKET,
     Recorder,
     batch,
     measure_memory,
     merged_by_peft,
     rank,
+    send,
     tiny_engine,
     trained_model,
 )
@@ -44,6 +47,7 @@ def main(folder: Path) -> None:
     zero(recorder, "zero3-persistent", trained_model(checkpoint), 3, persistent=5000)
     lora_under_zero3(recorder, checkpoint)
     engine = initialised(trained_model(checkpoint), 3)
+    through_shared_memory(folder, engine)
     measure_memory(folder, engine, [parameter.ds_tensor for parameter in engine.module.parameters()])
     pipeline(folder)
     with_accelerate(folder)
@@ -95,6 +99,13 @@ def lora_under_zero3(recorder: Recorder, checkpoint: Path) -> None:
     take_step(engine)
     state = gathered_by_deepspeed(engine, recorder.folder)
     recorder.push("zero3-lora", engine, merged_by_peft(checkpoint, LORA, state))
+
+
+def through_shared_memory(folder: Path, engine: Any) -> None:
+    """To an engine in another process on this machine, by rank 0."""
+    take_step(engine)
+    sender = SharedMemorySender(folder / "channel", bucket_bytes=SMALL_BUCKET, timeout=300, sends=rank() == 0)
+    send(folder, sender, str(folder / "channel"), engine, gathered_by_deepspeed(engine, folder))
 
 
 def pipeline(folder: Path) -> None:

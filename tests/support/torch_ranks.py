@@ -24,17 +24,20 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rollout import LLM
+from rollout.weights.broadcast import BroadcastSender
 from rollout.weights.incoming import Incoming
 from rollout.weights.transaction import PolicyUpdate
 from tests.support.recording_engine import InjectedError
 from tests.support.trainer_ranks import (
     LORA,
     SAVING,
+    SMALL_BUCKET,
     Recorder,
     batch,
     measure_memory,
     merged_by_peft,
     rank,
+    send,
     take_step,
     tiny_engine,
     trained_model,
@@ -62,6 +65,7 @@ def main(folder: Path) -> None:
     shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     measure_memory(folder, model, shards)
     one_rank_fails(folder, recorder.llm, sharded(trained_model(checkpoint)))
+    broadcast(folder, sharded(trained_model(checkpoint)))
     with_accelerate(recorder, checkpoint)
 
 
@@ -183,6 +187,13 @@ def break_at(update: PolicyUpdate, name: str) -> None:
         store(item)
 
     update._store = failing
+
+
+def broadcast(folder: Path, model: nn.Module) -> None:
+    """To an engine in another process, of another process group, by rank 0."""
+    take_step(model)
+    sender = BroadcastSender(bucket_bytes=SMALL_BUCKET, timeout=300, sends=rank() == 0)
+    send(folder, sender, sender.address, model, full_state(model))
 
 
 def with_accelerate(recorder: Recorder, checkpoint: Path) -> None:

@@ -12,10 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from rollout.weights.shared_memory import SharedMemoryReceiver
 from rollout.weights.trainer_tensors import DEFAULT_BUCKET_BYTES
-from tests.support.distributed import ROOT, run_ranks
+from tests.support.distributed import ROOT
 from tests.support.tiny import make_tiny_llama
-from tests.support.trainer_ranks import LARGEST_WEIGHT, LORA_TRAINED, SMALL_BUCKET, Result, read_memory, tiny_engine
+from tests.support.trainer_ranks import (
+    LARGEST_WEIGHT,
+    LORA_TRAINED,
+    SMALL_BUCKET,
+    Result,
+    assert_received,
+    read_memory,
+    run_ranks_and_receive,
+    tiny_engine,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
     folder = tmp_path_factory.mktemp("deepspeed_ranks")
     for tie in (True, False):
         make_tiny_llama(folder / ("tied" if tie else "untied"), tie=tie)
-    run_ranks("tests.support.deepspeed_ranks:main", folder, environment=environment)
+    run_ranks_and_receive(
+        "tests.support.deepspeed_ranks:main",
+        folder,
+        lambda to: SharedMemoryReceiver(to, timeout=300),
+        environment,
+    )
     return folder
 
 
@@ -67,6 +82,10 @@ def test_zero3_never_holds_more_than_a_bucket_of_gathered_tensors(folder: Path):
         assert peaks[1] <= LARGEST_WEIGHT
         assert peaks[SMALL_BUCKET] <= SMALL_BUCKET
         assert peaks[DEFAULT_BUCKET_BYTES] == total  # the measurement sees what is gathered
+
+
+def test_zero3_pushes_through_shared_memory_to_an_engine_in_another_process(folder: Path):  # case WS-10
+    assert_received(folder)
 
 
 def test_a_pipeline_model_is_refused_by_name(folder: Path):

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from rollout.weights.broadcast import BroadcastReceiver
 from rollout.weights.trainer_tensors import DEFAULT_BUCKET_BYTES
-from tests.support.distributed import run_ranks
 from tests.support.tiny import make_tiny_llama
-from tests.support.trainer_ranks import LARGEST_WEIGHT, LORA_TRAINED, SAVING_TRAINED, SMALL_BUCKET, Result, read_memory
+from tests.support.trainer_ranks import (
+    LARGEST_WEIGHT,
+    LORA_TRAINED,
+    SAVING_TRAINED,
+    SMALL_BUCKET,
+    Result,
+    assert_received,
+    read_memory,
+    run_ranks_and_receive,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch_ranks")
     for tie in (True, False):
         make_tiny_llama(folder / ("tied" if tie else "untied"), tie=tie)
-    run_ranks("tests.support.torch_ranks:main", folder)
+    run_ranks_and_receive("tests.support.torch_ranks:main", folder, lambda to: BroadcastReceiver(to, timeout=300))
     return folder
 
 
@@ -66,6 +75,10 @@ def test_fsdp2_never_holds_more_than_a_bucket_of_gathered_tensors(folder: Path):
         assert peaks[1] <= LARGEST_WEIGHT + padding
         assert peaks[SMALL_BUCKET] <= SMALL_BUCKET
         assert peaks[DEFAULT_BUCKET_BYTES] > total  # the measurement sees what is gathered
+
+
+def test_fsdp2_pushes_by_broadcast_to_an_engine_in_another_process(folder: Path):  # case WS-10
+    assert_received(folder)
 
 
 def test_a_rank_whose_engine_fails_lets_the_others_finish(folder: Path):  # case WS-10
