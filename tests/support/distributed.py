@@ -1,8 +1,8 @@
 """Runs a function on several ranks, each a process of its own, and leaves none of them behind.
 
-    run_ranks(fsdp_ranks.main, tmp_path)          # main(folder) on two ranks; each writes its results to `folder`
+    run_ranks("tests.support.torch_ranks:main", folder)     # main(folder) on two ranks, which write to `folder`
 
-The function must be importable (a module of `tests.support`). Ranks find each other through a store that this process
+Ranks find each other through a store that this process
 holds on a port of the system's choice, as under torchrun, so that there is no port to collide on.
 """
 
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,17 +26,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(
-    function: Callable[[Path], None], folder: Path, num_ranks: int = 2, timeout: float = 600, **environment: str
+    function: str,
+    folder: Path,
+    num_ranks: int = 2,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 600,
 ) -> None:
     """Calls `function(folder)` on every rank. Raises `AssertionError` with the end of what the ranks wrote, if one
     fails or `timeout` seconds pass; the others are killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.support.distributed", function.__module__, function.__name__, str(folder)]
+    command = [sys.executable, "-m", "tests.support.distributed", *function.split(":"), str(folder)]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
-            variables = os.environ | rank_environment(rank, num_ranks, store.port) | environment
+            variables = os.environ | rank_environment(rank, num_ranks, store.port) | dict(environment or {})
             with open(folder / f"rank{rank}.log", "wb") as log:
                 ranks.append(
                     subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True)

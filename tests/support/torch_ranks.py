@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from peft import get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -22,16 +24,24 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rollout import LLM
+from rollout.weights.broadcast import BroadcastSender
 from rollout.weights.incoming import Incoming
-from rollout.weights.trainer_tensors import DEFAULT_BUCKET_BYTES, policy_tensors
 from rollout.weights.transaction import PolicyUpdate
-from tests.support.live_bytes import LiveBytes
 from tests.support.recording_engine import InjectedError
-from tests.support.trainer_ranks import SMALL_BUCKET, Recorder, batch, rank, take_step, tiny_engine, trained_model
-
-TARGETS = ["q_proj", "down_proj", "embed_tokens"]
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False)
-SAVING = LoraConfig(r=4, target_modules=["v_proj", "o_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+from tests.support.trainer_ranks import (
+    LORA,
+    SAVING,
+    SMALL_BUCKET,
+    Recorder,
+    batch,
+    measure_memory,
+    merged_by_peft,
+    rank,
+    send,
+    take_step,
+    tiny_engine,
+    trained_model,
+)
 
 
 def main(folder: Path) -> None:
@@ -51,8 +61,12 @@ def main(folder: Path) -> None:
     hybrid(recorder, checkpoint)
     tensor_parallel(recorder, checkpoint)
     lora_under_fsdp2(recorder, checkpoint)
-    measure_memory(folder, sharded(trained_model(checkpoint)))
+    model = sharded(trained_model(checkpoint))
+    shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    measure_memory(folder, model, shards)
     one_rank_fails(folder, recorder.llm, sharded(trained_model(checkpoint)))
+    broadcast(folder, sharded(trained_model(checkpoint)))
+    with_accelerate(recorder, checkpoint)
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -147,26 +161,6 @@ def lora_under_fsdp2(recorder: Recorder, checkpoint: Path) -> None:
     recorder.push("fsdp2-lora", model, merged_by_peft(checkpoint, LORA, full_state(model)))
 
 
-def merged_by_peft(checkpoint: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What PEFT's own merge makes of a whole state dict; nothing where there is none (on the other ranks)."""
-    if not state:
-        return {}
-    model = get_peft_model(trained_model(checkpoint), config)
-    model.load_state_dict(state)
-    return dict(model.merge_and_unload().named_parameters())  # pyright: ignore[reportCallIssue]
-
-
-def measure_memory(folder: Path, model: nn.Module) -> None:
-    """The most that gathering holds, for buckets of several sizes."""
-    shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    peaks = {}
-    for bucket in (1, SMALL_BUCKET, DEFAULT_BUCKET_BYTES):
-        with LiveBytes(shards) as live:
-            total = sum(tensor.nbytes for _, tensor in policy_tensors(model, max_bucket_bytes=bucket))
-        peaks[bucket] = live.peak
-    (folder / f"memory.rank{rank()}.json").write_text(json.dumps({"peaks": peaks, "total": total}))
-
-
 def one_rank_fails(folder: Path, llm: LLM, model: nn.Module) -> None:
     """Rank 1's engine breaks in the middle of an update; the other rank's update succeeds, and nobody hangs."""
     before = llm.policy_version
@@ -193,3 +187,27 @@ def break_at(update: PolicyUpdate, name: str) -> None:
         store(item)
 
     update._store = failing
+
+
+def broadcast(folder: Path, model: nn.Module) -> None:
+    """To an engine in another process, of another process group, by rank 0."""
+    take_step(model)
+    sender = BroadcastSender(bucket_bytes=SMALL_BUCKET, timeout=300, sends=rank() == 0)
+    send(folder, sender, sender.address, model, full_state(model))
+
+
+def with_accelerate(recorder: Recorder, checkpoint: Path) -> None:
+    """`Accelerator.prepare` with FSDP2, which accelerate knows on GPUs only: two lines make it do so on CPUs."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the case before
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = trained_model(checkpoint)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    assert all(isinstance(parameter, DTensor) for parameter in prepared.parameters())
+    accelerator.backward(prepared(input_ids=batch(), labels=batch(), use_cache=False).loss)
+    optimizer.step()
+    recorder.push("accelerate-fsdp2", prepared, full_state(prepared))

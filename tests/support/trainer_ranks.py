@@ -9,22 +9,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from rollout import LLM, SamplingParams
-from rollout.weights.trainer_tensors import policy_tensors
+from rollout.weights.trainer_tensors import DEFAULT_BUCKET_BYTES, policy_tensors
+from rollout.weights.transport import Sender, Transport
+from tests.support.distributed import run_ranks
+from tests.support.live_bytes import LiveBytes
 from tests.support.oracle import assert_greedy_matches, load_reference, sampled_reference
 
 PROMPT = [5, 17, 99, 3, 64, 28, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+TARGETS = ["q_proj", "down_proj", "embed_tokens"]
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False)
+SAVING = LoraConfig(r=4, target_modules=["v_proj", "o_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+_LAYERS = ("model.layers.0", "model.layers.1")
+LORA_TRAINED = frozenset(
+    ["model.embed_tokens.weight"]
+    + [f"{layer}.{part}.weight" for layer in _LAYERS for part in ("self_attn.q_proj", "mlp.down_proj")]
+)
+SAVING_TRAINED = frozenset(
+    ["lm_head.weight"] + [f"{layer}.self_attn.{part}.weight" for layer in _LAYERS for part in ("v_proj", "o_proj")]
+)
+LARGEST_WEIGHT = 131 * 64 * 4  # bytes of the embedding, in float32
 SMALL_BUCKET = 40_000  # bytes: the tiny model has 340,000 in float32, its embedding 34,000
 
 
@@ -87,6 +105,83 @@ class Recorder:
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def merged_by_peft(checkpoint: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What PEFT's own merge makes of a whole state dict; nothing where there is none (on the other ranks)."""
+    if not state:
+        return {}
+    model = get_peft_model(trained_model(checkpoint), config)
+    model.load_state_dict(state)
+    return dict(model.merge_and_unload().named_parameters())  # pyright: ignore[reportCallIssue]
+
+
+def measure_memory(folder: Path, model: nn.Module, shards: Iterable[torch.Tensor]) -> None:
+    """The most that gathering holds beside this rank's shards, for buckets of several sizes."""
+    peaks = {}
+    for bucket in (1, SMALL_BUCKET, DEFAULT_BUCKET_BYTES):
+        with LiveBytes(shards) as live:
+            total = sum(tensor.nbytes for _, tensor in policy_tensors(model, max_bucket_bytes=bucket))
+        peaks[bucket] = live.peak
+    (folder / f"memory.rank{rank()}.json").write_text(json.dumps({"peaks": peaks, "total": total}))
+
+
+def read_memory(folder: Path, of_rank: int) -> tuple[dict[int, int], int]:
+    """What `measure_memory` wrote: bucket size -> most bytes held, and the bytes of all weights."""
+    measured = json.loads((folder / f"memory.rank{of_rank}.json").read_text())
+    return {int(bucket): peak for bucket, peak in measured["peaks"].items()}, measured["total"]
+
+
+def send(folder: Path, sender: Sender, address: str, model: nn.Module, oracle: Mapping[str, torch.Tensor]) -> None:
+    """Pushes to an engine in the process of the test (`run_ranks_and_receive`) as policy 1, and writes down what."""
+    if rank() == 0:
+        _save(oracle, folder / "sent.safetensors")
+        (folder / "address.tmp").write_text(address)
+        (folder / "address.tmp").rename(folder / "address")  # the receiver sees it whole
+    report = sender.send(1, policy_tensors(model, max_bucket_bytes=SMALL_BUCKET))
+    sender.close()
+    (folder / f"sent.rank{rank()}.json").write_text(json.dumps(asdict(report)))
+
+
+def run_ranks_and_receive(
+    function: str,
+    folder: Path,
+    receiver: Callable[[str], Transport],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """`run_ranks` of a function that calls `send` once; an engine in this process takes the policy meanwhile."""
+    with ThreadPoolExecutor(1) as pool, tiny_engine(folder / "untied") as llm:
+        running = pool.submit(run_ranks, function, folder, environment=environment)
+        while not (folder / "address").exists():
+            if running.done():
+                running.result()
+                raise AssertionError("the ranks have ended and sent nothing")
+            time.sleep(0.1)
+        with llm.policy_update(1) as update:
+            update.load(receiver((folder / "address").read_text()))
+        running.result()
+        output = llm.generate(PROMPT, GREEDY)[0].outputs[0]
+        received = {
+            "fingerprint": update.receipt.parameters_fingerprint,
+            "token_ids": output.token_ids,
+            "raw_logprobs": output.raw_logprobs.tolist(),
+        }
+        (folder / "received.json").write_text(json.dumps(received))
+        _save(llm.engine.parameters(), folder / "received.safetensors")
+
+
+def assert_received(folder: Path) -> None:
+    """The engine in the test's process holds and samples from what the ranks' own library gathered."""
+    received = json.loads((folder / "received.json").read_text())
+    reports = [json.loads((folder / f"sent.rank{number}.json").read_text()) for number in (0, 1)]
+    oracle, engine = load_file(folder / "sent.safetensors"), load_file(folder / "received.safetensors")
+    assert [report["num_tensors"] for report in reports] == [len(engine)] * 2
+    assert [report["num_bytes"] > 0 for report in reports] == [True, False]  # rank 0 sends, both gather
+    assert reports[0]["fingerprint"] == received["fingerprint"]
+    assert reports[0]["largest_bucket"] <= SMALL_BUCKET
+    assert oracle.keys() == engine.keys()
+    assert [name for name in engine if not torch.equal(engine[name], oracle[name])] == []
+    Result([received], engine, oracle).assert_sampled_by_the_oracle(folder / "untied")
 
 
 def tiny_engine(checkpoint: Path, **options: Any) -> LLM:

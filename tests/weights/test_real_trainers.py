@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from rollout.weights.broadcast import BroadcastReceiver
 from rollout.weights.trainer_tensors import DEFAULT_BUCKET_BYTES
-from tests.support import torch_ranks
-from tests.support.distributed import run_ranks
 from tests.support.tiny import make_tiny_llama
-from tests.support.trainer_ranks import SMALL_BUCKET, Result
+from tests.support.trainer_ranks import (
+    LARGEST_WEIGHT,
+    LORA_TRAINED,
+    SAVING_TRAINED,
+    SMALL_BUCKET,
+    Result,
+    assert_received,
+    read_memory,
+    run_ranks_and_receive,
+)
 
 pytestmark = pytest.mark.slow
-
-LAYERS = ("model.layers.0", "model.layers.1")
-LORA_TARGETS = {f"{layer}.{part}.weight" for layer in LAYERS for part in ("self_attn.q_proj", "mlp.down_proj")}
-SAVING_TARGETS = {f"{layer}.self_attn.{part}.weight" for layer in LAYERS for part in ("v_proj", "o_proj")}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch_ranks")
     for tie in (True, False):
         make_tiny_llama(folder / ("tied" if tie else "untied"), tie=tie)
-    run_ranks(torch_ranks.main, folder)
+    run_ranks_and_receive("tests.support.torch_ranks:main", folder, lambda to: BroadcastReceiver(to, timeout=300))
     return folder
 
 
-@pytest.mark.parametrize("case", ["ddp", "accelerate", "fsdp2", "fsdp2-tied", "hybrid", "tensor-parallel"])
+@pytest.mark.parametrize(
+    "case", ["ddp", "accelerate", "accelerate-fsdp2", "fsdp2", "fsdp2-tied", "hybrid", "tensor-parallel"]
+)
 def test_engines_on_both_ranks_hold_and_sample_from_the_trained_policy(folder: Path, case: str):  # case WS-10
     checkpoint = folder / ("tied" if case == "fsdp2-tied" else "untied")
     result = Result.read(folder / case)
@@ -50,27 +56,29 @@ def test_bfloat16_engines_hold_the_policy_rounded_once(folder: Path, case: str):
 @pytest.mark.parametrize(
     ("case", "trained"),
     [
-        ("ddp-lora", {*SAVING_TARGETS, "lm_head.weight"}),
-        ("fsdp2-lora", {*LORA_TARGETS, "model.embed_tokens.weight"}),
+        ("ddp-lora", SAVING_TRAINED),
+        ("fsdp2-lora", LORA_TRAINED),
     ],
 )
-def test_lora_arrives_merged_and_the_rest_as_it_is(folder: Path, case: str, trained: set[str]):  # cases WS-08, WS-11
+def test_lora_arrives_merged_and_the_rest_as_it_is(
+    folder: Path, case: str, trained: frozenset[str]
+):  # cases WS-08, WS-11
     result = Result.read(folder / case)
     result.assert_every_rank_holds_the_trainers_policy(folder / "untied", merged=True, trained=trained)
     result.assert_sampled_by_the_oracle(folder / "untied")
 
 
 def test_fsdp2_never_holds_more_than_a_bucket_of_gathered_tensors(folder: Path):
-    largest = 131 * 64 * 4
+    padding = 2 * 64 * 4  # rows that make the parts of all ranks equally long
     for rank in (0, 1):
-        measured = json.loads((folder / f"memory.rank{rank}.json").read_text())
-        peaks = {int(bucket): peak for bucket, peak in measured["peaks"].items()}
-        assert max(peaks) == DEFAULT_BUCKET_BYTES
-        for bucket, peak in peaks.items():
-            padding = 2 * 64 * 4  # rows that make the parts of all ranks equally long
-            assert peak <= max(bucket, largest) + padding
-        assert peaks[SMALL_BUCKET] < measured["total"] / 8
-        assert peaks[max(peaks)] > measured["total"]  # the measurement sees what is gathered
+        peaks, total = read_memory(folder, rank)
+        assert peaks[1] <= LARGEST_WEIGHT + padding
+        assert peaks[SMALL_BUCKET] <= SMALL_BUCKET
+        assert peaks[DEFAULT_BUCKET_BYTES] > total  # the measurement sees what is gathered
+
+
+def test_fsdp2_pushes_by_broadcast_to_an_engine_in_another_process(folder: Path):  # case WS-10
+    assert_received(folder)
 
 
 def test_a_rank_whose_engine_fails_lets_the_others_finish(folder: Path):  # case WS-10
