@@ -13,8 +13,8 @@ from torch.func import functional_call
 
 from rollout.errors import AdapterTensorError
 from rollout.models.causal_lm import CausalLM
-from rollout.weights.in_process import merged_tensors
 from rollout.weights.names import canonical_names
+from rollout.weights.trainer_tensors import policy_tensors
 from rollout.worker.batch import ForwardBatch
 from rollout_kernels import linear_token_logprobs
 
@@ -78,7 +78,7 @@ class ModuleScorer:
                 "trainer holds shards of its parameters (DTensor): give a function that returns logprobs as trainer, "
                 "and the gathered tensors as parameters"
             )
-        return self._weights if self._names() is not None else merged_tensors(self._module)
+        return self._weights if self._names() is not None else policy_tensors(self._module)
 
     def _names(self) -> dict[str, str] | None:
         """Hugging Face name -> the module's own; None where there are adapters."""
