@@ -52,6 +52,16 @@ class CpuPlatform:
     def used_memory(self) -> int:
         return process_resident_bytes()
 
+    def reset_peak(self) -> bool:
+        try:
+            reset_peak_memory()
+        except OSError:
+            return False
+        return True
+
+    def peak_memory(self) -> int:
+        return peak_memory()
+
     def measure_peak(self, work: Callable[[], object]) -> int:
         """Raises `ValueError` where the kernel does not let the peak be reset."""
         work()  # the first time: threads, caches, code pages

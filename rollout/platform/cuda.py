@@ -48,6 +48,17 @@ class CudaPlatform:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
+    def reset_peak(self) -> bool:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return True
+
+    def peak_memory(self) -> int:
+        """What torch's allocator gave out at most, and what the driver says is taken besides: by libraries, graphs and
+        other processes. What the allocator holds unused does not count, since it can be given back."""
+        besides = self.used_memory() - torch.cuda.memory_reserved(self.device)
+        return besides + torch.cuda.max_memory_allocated(self.device)
+
     def measure_peak(self, work: Callable[[], object]) -> int:
         work()  # the first time: kernels are compiled, libraries take their workspaces
         self.trim()

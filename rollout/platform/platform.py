@@ -110,6 +110,14 @@ class Platform(Protocol):
         """Bytes in use, as the operating system or the driver counts them."""
         ...
 
+    def reset_peak(self) -> bool:
+        """Starts a new measurement of `peak_memory`; False where the operating system does not allow it."""
+        ...
+
+    def peak_memory(self) -> int:
+        """Largest number of bytes in use since `reset_peak`, counted as `used_memory` counts them."""
+        ...
+
     def measure_peak(self, work: Callable[[], object]) -> int:
         """Bytes that `work` takes at its peak beyond those in use before. Runs it twice: the first time warms up."""
         ...

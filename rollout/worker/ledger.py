@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rollout.worker.slab import Slab, resident_bytes_of
+
 
 class Holder(Protocol):
     """Something that holds memory and can give it back; `Slab` is one."""
@@ -170,22 +172,40 @@ class MemoryLedger:
 
     def report(self) -> LedgerReport:
         """What every owner holds now."""
+        resident = self._resident(self._holders)
         entries = tuple(
             LedgerEntry(
                 owner,
                 sum(h.num_bytes for h in holders),
-                sum(h.resident_bytes() for h in holders),
+                self._sum(owner, resident),
                 owner in self._on_host,
             )
             for owner, holders in self._holders.items()
         )
         return LedgerReport(entries, self._used())
 
+    def _of(self, owners: Iterable[str]) -> list[Holder]:
+        return [holder for owner in owners for holder in self._holders[owner]]
+
+    def _sum(self, owner: str, counts: dict[int, int]) -> int:
+        return sum(counts[id(holder)] for holder in self._holders[owner])
+
+    def _resident(self, owners: Iterable[str]) -> dict[int, int]:
+        """Resident bytes of the owners' holders, by their identity; all slabs are counted in one pass."""
+        holders = self._of(owners)
+        slabs = [holder for holder in holders if isinstance(holder, Slab)]
+        resident = dict(zip(map(id, slabs), resident_bytes_of(slabs), strict=True))
+        return resident | {id(h): h.resident_bytes() for h in holders if id(h) not in resident}
+
     def release(self, owners: Iterable[str]) -> SleepReport:
         """Gives the owners' memory back. `ValueError` for an owner that is not registered."""
         owners = self._known(owners)
         before = self._used()
-        released = {owner: sum(map(_release, self._holders[owner])) for owner in owners}
+        held = self._resident(owners)
+        for holder in self._of(owners):
+            holder.release()
+        left = self._resident(owners)
+        released = {owner: self._sum(owner, held) - self._sum(owner, left) for owner in owners}
         self._trim()
         on_host = {owner: count for owner, count in released.items() if owner in self._on_host}
         on_device = {owner: count for owner, count in released.items() if owner not in self._on_host}
@@ -198,23 +218,20 @@ class MemoryLedger:
         """
         owners = self._known(owners)
         before = self._used()
-        held = {owner: [holder.resident_bytes() for holder in self._holders[owner]] for owner in owners}
+        held = self._resident(owners)
         taken: list[Holder] = []
         try:
-            for owner in owners:
-                for holder, count in zip(self._holders[owner], held[owner], strict=True):
-                    if count == 0:  # asleep, or with nothing in it that could get lost
-                        taken.append(holder)
-                    holder.resume()
+            for holder in self._of(owners):
+                if held[id(holder)] == 0:  # asleep, or with nothing in it that could get lost
+                    taken.append(holder)
+                holder.resume()
         except BaseException:
             for holder in reversed(taken):
                 holder.release()
             self._trim()
             raise
-        resumed = {
-            owner: sum(holder.resident_bytes() for holder in self._holders[owner]) - sum(held[owner])
-            for owner in owners
-        }
+        now = self._resident(owners)
+        resumed = {owner: self._sum(owner, now) - self._sum(owner, held) for owner in owners}
         return WakeReport(resumed, before, self._used())
 
     def _known(self, owners: Iterable[str]) -> list[str]:
@@ -223,12 +240,6 @@ class MemoryLedger:
         if unknown:
             raise ValueError(f"unknown owners {unknown}; registered: {', '.join(self._holders)}")
         return owners
-
-
-def _release(holder: Holder) -> int:
-    held = holder.resident_bytes()
-    holder.release()
-    return held - holder.resident_bytes()
 
 
 def process_resident_bytes() -> int:

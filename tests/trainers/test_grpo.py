@@ -80,6 +80,13 @@ def test_training_raises_the_reward_and_every_step_starts_on_policy(model: Path,
     assert all(row["perf/sleep_released_gb"] > 0 for row in rows)
     for name in ("gen", "reward", "sleep", "train", "sync", "wake", "step"):
         assert rows[0][f"timing_s/{name}"] >= 0
+    for phase in ("sampling", "sleeping", "training", "update"):
+        assert all(row[f"memory/{phase}_peak_bytes"] >= row[f"memory/{phase}_bytes"] > 0 for row in rows)
+    assert all(row["memory/sleeping_bytes"] < row["memory/sampling_bytes"] for row in rows)
+    held = {(row["step"], row["phase"]): row["owners"] for row in read_json_lines(tmp_path / "memory.jsonl")}
+    assert len(held) == 25 * 4
+    assert held[25, "sampling"]["kv_cache"] > 0 == held[25, "sleeping"]["kv_cache"]
+    assert held[25, "training"]["weights"] == held[25, "sampling"]["weights"] > 0
     for name in ("entropy", "grad_norm", "loss", "completions/mean_length", "engine/prefix_cache_hit_rate"):
         assert name in rows[0]
     assert rows[-1]["rewards/share_of_low_ids/mean"] == rows[-1]["reward"]

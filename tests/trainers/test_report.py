@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rollout_trainers.charts import axis_ticks, line_chart, running_mean
+from rollout.memory_phases import OTHERS, PhaseMemory
+from rollout_trainers.charts import axis_ticks, line_chart, running_mean, stacked_bars
 from rollout_trainers.config import TrackingSection
 from rollout_trainers.report import write_report
 from rollout_trainers.tracking import Tracker
@@ -45,6 +46,13 @@ def write_run(folder: Path) -> None:
                 "completions/mean_length": 10.0 - step,
             },
         )
+        sampling = {"weights": 2 << 20, "kv_cache": 5 << 20, OTHERS: 3 << 20}
+        sleeping = {"weights": 2 << 20, "kv_cache": 0, OTHERS: 3 << 20}
+        phases = [
+            PhaseMemory("sampling", 12 << 20, 10 << 20, sampling),
+            PhaseMemory("sleeping", 10 << 20, 5 << 20, sleeping),
+        ]
+        tracker.log_memory(step, phases)
         tracker.log_samples(step, [SampleRow(step, "user: 1 + 1", HOSTILE, 1.0, 0.5, 3, "stop", {"answer": "2"})])
     tracker.log(3, {"eval/accuracy": 0.875, "eval/accuracy_low": 0.8, "eval/accuracy_high": 0.92})
     tracker.finish({})
@@ -71,6 +79,8 @@ def test_the_page_holds_figures_curves_and_samples_and_needs_nothing_else(tmp_pa
     assert "KV cache: slots that held nothing, prefix hits (shares)" in titles
     assert "Preemptions so far" in titles
     assert "Memory (GiB): given back by sleep, and peak" in titles
+    assert "Peak memory (MiB) by phase" in titles
+    assert "Memory (MiB) at the end of each phase by owner, and its peak (line), step 3" in titles
     assert "Gradient norm" not in titles  # nothing was logged for it
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
     assert data is not None
@@ -112,6 +122,21 @@ def test_ticks_cover_the_range_in_few_even_steps(low: float, high: float):
 def test_charts_of_one_point_and_of_none():
     assert line_chart("nothing", {}) == ""
     ElementTree.fromstring(line_chart("one <&> point", {"a": [(1, 2.0)]}))
+
+
+def test_stacked_bars_are_as_high_as_their_parts_and_marked_at_their_peak():
+    chart = stacked_bars("a <&> b", {"x": {"one": 30.0, "two": 50.0}, "y": {"two": 20.0, "debt": -5.0}}, {"x": 100.0})
+    tree = ElementTree.fromstring(chart)
+    drawn = list(tree.iter("rect"))
+    heights = [float(bar.get("height", "nan")) for bar in drawn]
+    per_unit = heights[0] / 30.0
+    assert heights == pytest.approx([30 * per_unit, 50 * per_unit, 0, 0, 20 * per_unit, 0], abs=0.1)
+    first, second = drawn[0], drawn[1]
+    assert float(second.get("y", "nan")) + heights[1] == pytest.approx(float(first.get("y", "nan")), abs=0.1)
+    bottom = float(first.get("y", "nan")) + heights[0]
+    (mark,) = [line for line in tree.iter("line") if line.get("stroke") == "#1f2937"]
+    assert bottom - float(mark.get("y1", "nan")) == pytest.approx(100 * per_unit, abs=0.3)
+    assert stacked_bars("nothing", {}) == ""
 
 
 def test_running_mean_uses_what_is_there_at_the_start():

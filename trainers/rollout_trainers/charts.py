@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
@@ -41,11 +41,7 @@ def line_chart(title: str, series: Mapping[str, Points], faint: Sequence[str] = 
     def up(y: float) -> float:
         return HEIGHT - BOTTOM - (y - ys[0]) / (ys[-1] - ys[0]) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">']
-    parts.append(f'<text x="{LEFT}" y="14" class="title">{html.escape(title)}</text>')
-    for y in ys:
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 3:.1f}" text-anchor="end">{y:g}</text>')
+    parts = _frame(title, ys, up)
     for x in xs:
         parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
     legend = LEFT
@@ -58,6 +54,59 @@ def line_chart(title: str, series: Mapping[str, Points], faint: Sequence[str] = 
             parts.append(f'<text x="{legend}" y="26" fill="{color}">{html.escape(name)}</text>')
             legend += 7 * len(name) + 14
     return "".join(parts) + "</svg>"
+
+
+def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], marks: Mapping[str, float] | None = None) -> str:
+    """An SVG chart with a bar for each key of `bars`, made of its parts from the bottom up; `marks` are lines above
+    the bars. Parts below zero are left out."""
+    if not bars:
+        return ""
+    marks = marks or {}
+    heights = [sum(value for value in parts.values() if value > 0) for parts in bars.values()]
+    ys = axis_ticks(0.0, max([*heights, *marks.values()]), 4)
+    width = (WIDTH - LEFT - RIGHT) / len(bars)
+
+    def up(y: float) -> float:
+        return HEIGHT - BOTTOM - y / ys[-1] * (HEIGHT - TOP - BOTTOM)
+
+    pieces = _frame(title, ys, up)
+    names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
+    for index, (label, parts) in enumerate(bars.items()):
+        left, bottom = LEFT + (index + 0.15) * width, 0.0
+        middle = LEFT + (index + 0.5) * width
+        pieces.append(
+            f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{html.escape(label)}</text>'
+        )
+        for name in names:
+            value = max(0.0, parts.get(name, 0.0))
+            color = COLORS[names.index(name) % len(COLORS)]
+            height = up(bottom) - up(bottom + value)
+            hint = f"<title>{html.escape(name)}: {value:.1f}</title>"
+            shape = f'x="{left:.1f}" y="{up(bottom + value):.1f}" width="{0.7 * width:.1f}" height="{height:.1f}"'
+            pieces.append(f'<rect {shape} fill="{color}">{hint}</rect>')
+            bottom += value
+        if label in marks:
+            ends = (
+                f'x1="{left:.1f}" x2="{left + 0.7 * width:.1f}" y1="{up(marks[label]):.1f}" y2="{up(marks[label]):.1f}"'
+            )
+            pieces.append(f'<line {ends} stroke="#1f2937" stroke-width="2"/>')
+    legend = LEFT
+    for index, name in enumerate(names):
+        if any(parts.get(name, 0.0) > 0.005 * ys[-1] for parts in bars.values()):
+            color = COLORS[index % len(COLORS)]
+            pieces.append(f'<text x="{legend}" y="26" fill="{color}">{html.escape(name)}</text>')
+            legend += 7 * len(name) + 14
+    return "".join(pieces) + "</svg>"
+
+
+def _frame(title: str, ys: Sequence[float], up: Callable[[float], float]) -> list[str]:
+    """The beginning of a chart: its title, and the lines of its vertical axis."""
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">']
+    parts.append(f'<text x="{LEFT}" y="14" class="title">{html.escape(title)}</text>')
+    for y in ys:
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}" class="grid"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 3:.1f}" text-anchor="end">{y:g}</text>')
+    return parts
 
 
 def _range(numbers: Iterable[float]) -> tuple[float, float]:

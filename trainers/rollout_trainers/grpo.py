@@ -17,12 +17,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rollout.memory_phases import MemoryPhases
+from rollout.platform.platform import platform_for
 from rollout_trainers.advantages import GroupStatistics, group_advantages
 from rollout_trainers.config import RunConfig
 from rollout_trainers.corrections import importance_metrics, importance_weights, measure_mismatch
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
 from rollout_trainers.losses import Denominators, clipped_policy_loss, kl_estimate, token_weights
-from rollout_trainers.metrics import LearnStatistics, sample_metrics, speed_metrics
+from rollout_trainers.metrics import LearnStatistics, memory_metrics, sample_metrics, speed_metrics
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
@@ -46,6 +48,7 @@ class GRPOTrainer:
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
+        self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
 
@@ -54,17 +57,17 @@ class GRPOTrainer:
         timers = Timers()
         self.finding = None
         with timers.phase("step"):
-            with timers.phase("gen"):
+            with timers.phase("gen"), self.memory.phase("sampling"):
                 samples = self.rollouts(step)
             engine_gauges = self.engine.get_metrics()
             with timers.phase("reward"):
                 score(samples, self.task.rewards)
                 groups = self.assign_advantages(samples)
-            with timers.phase("sleep"):
+            with timers.phase("sleep"), self.memory.phase("sleeping"):
                 self.suspend_engine()
-            with timers.phase("train"):
+            with timers.phase("train"), self.memory.phase("training"):
                 statistics = self.learn(step, samples)
-            with timers.phase("sync"):
+            with timers.phase("sync"), self.memory.phase("update"):
                 self.update_engine(step)
             with timers.phase("wake"):
                 self.resume_engine()
@@ -72,6 +75,7 @@ class GRPOTrainer:
         metrics = sample_metrics(samples, groups) | statistics.metrics(self.config.algorithm.kl_coefficient > 0)
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
+        metrics |= memory_metrics(self.memory)
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
         if self.finding is not None:
             metrics |= self.finding.metrics

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollout.memory_phases import MemoryPhases
 from rollout_trainers.advantages import GroupStatistics
 from rollout_trainers.corrections import Mismatch
 from rollout_trainers.types import Sample
@@ -89,14 +89,22 @@ def sample_metrics(samples: Sequence[Sample], groups: GroupStatistics) -> dict[s
 def speed_metrics(
     samples: Sequence[Sample], statistics: LearnStatistics, seconds: dict[str, float]
 ) -> dict[str, float]:
-    """Tokens a second by phase, and the most memory that the process has held."""
+    """Tokens a second by phase."""
     sampled = sum(sample.num_tokens for sample in samples)
     prompts = sum(len(sample.prompt_token_ids) for sample in samples)
     result = {
         "perf/throughput": (sampled + prompts) / seconds["step"],
         "perf/gen_tokens_per_s": sampled / seconds["gen"],
-        "perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
     if statistics.num_input_tokens:
         result["perf/train_tokens_per_s"] = statistics.num_input_tokens / seconds["train"]
     return result
+
+
+def memory_metrics(memory: MemoryPhases) -> dict[str, float]:
+    """`memory/<phase>_peak_bytes` and `memory/<phase>_bytes` (at its end) of the device that sampler and trainer share,
+    and the largest peak so far."""
+    result: dict[str, float] = {}
+    for name, phase in memory.measured.items():
+        result |= {f"memory/{name}_peak_bytes": phase.peak, f"memory/{name}_bytes": phase.resident}
+    return result | {"perf/memory_peak_gb": memory.largest / 2**30}

@@ -11,6 +11,7 @@ import numpy as np
 from rollout.outputs import CompletionOutput, RequestOutput
 from rollout.prompts import encode_prompt
 from rollout.sampling_params import SamplingParams
+from rollout.worker.ledger import LedgerReport
 from rollout_trainers.types import Example, Sample
 
 
@@ -31,6 +32,8 @@ class Engine(Protocol):
     def policy_update(self, version: int) -> Any: ...
 
     def get_metrics(self) -> dict[str, float]: ...
+
+    def memory_ledger(self) -> LedgerReport: ...
 
     def diagnose(self, samples: Any, trainer: Any, *, trainer_logprobs: Any = None) -> Any: ...
 

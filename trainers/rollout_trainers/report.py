@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_trainers.charts import line_chart, running_mean, save_reward_curve
-from rollout_trainers.tracking import DIAGNOSES_FILE, METRICS_FILE, SAMPLES_FILE, read_json_lines
+from rollout_trainers.charts import line_chart, running_mean, save_reward_curve, stacked_bars
+from rollout_trainers.tracking import DIAGNOSES_FILE, MEMORY_FILE, METRICS_FILE, SAMPLES_FILE, read_json_lines
 
 REPORT_FILE = "report.html"
 CURVE_FILE = "reward.png"
@@ -27,7 +27,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("KV cache: largest share in use so far", ("engine/kv_cache_usage_peak",)),
     ("Preemptions so far", ("engine/num_preemptions_total",)),
-    ("Memory (GiB): given back by sleep, and peak", ("perf/sleep_released_gb", "perf/cpu_memory_peak_gb")),
+    ("Memory (GiB): given back by sleep, and peak", ("perf/sleep_released_gb", "perf/memory_peak_gb")),
     ("Gradient norm", ("grad_norm",)),
     ("Groups that teach nothing (share)", ("frac_reward_zero_std",)),
     ("Sampler against trainer: largest |logprob difference|", ("sampling/logp_difference/max",)),
@@ -55,7 +55,7 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     page = _PAGE.format(
         title=html.escape(title),
         cards=_cards(summary, metrics),
-        charts=_charts(metrics, evaluations),
+        charts=_charts(metrics, evaluations) + _memory_charts(read_json_lines(directory / MEMORY_FILE)),
         config=html.escape(json.dumps(summary["config"], indent=2, ensure_ascii=False, default=str)),
         samples=_embedded_json(samples),
         diagnoses=_diagnoses(read_json_lines(directory / DIAGNOSES_FILE)),
@@ -81,6 +81,21 @@ def _charts(metrics: Sequence[Mapping[str, Any]], evaluations: Sequence[tuple[in
     for title, names in _CHARTS:
         lines = {name.rpartition("/")[2] if len(names) > 1 else name: _points(metrics, name) for name in names}
         charts.append(line_chart(title, {name: line for name, line in lines.items() if line}))
+    return "".join(f"<figure>{chart}</figure>" for chart in charts if chart)
+
+
+def _memory_charts(records: Sequence[Mapping[str, Any]]) -> str:
+    """The peak of every phase by step, and who held the memory at the phases' ends in the last step."""
+    peaks: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        peaks.setdefault(record["phase"], []).append((record["step"], record["peak"] / 2**20))
+    last = [record for record in records if record["step"] == records[-1]["step"]]
+    bars = stacked_bars(
+        f"Memory (MiB) at the end of each phase by owner, and its peak (line), step {last[-1]['step'] if last else 0}",
+        {record["phase"]: {owner: count / 2**20 for owner, count in record["owners"].items()} for record in last},
+        {record["phase"]: record["peak"] / 2**20 for record in last},
+    )
+    charts = (line_chart("Peak memory (MiB) by phase", peaks), bars)
     return "".join(f"<figure>{chart}</figure>" for chart in charts if chart)
 
 

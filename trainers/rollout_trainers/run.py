@@ -170,6 +170,7 @@ class Session:
         for step in range(self.last_step + 1, config.steps + 1):
             samples, metrics = self.trainer.step(step)
             self.tracker.log(step, metrics)
+            self.tracker.log_memory(step, self.trainer.memory.measured.values())
             if step % config.tracking.sample_every == 0 or step in (1, config.steps):
                 self.tracker.log_samples(step, self._rows(step, samples, "train"))
             self.progress.update(step, _progress_fields(metrics))

@@ -8,18 +8,20 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from rollout.memory_phases import PhaseMemory
 from rollout_trainers.config import TrackingSection
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.types import SampleRow
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+MEMORY_FILE = "memory.jsonl"
 DIAGNOSES_FILE = "diagnoses.jsonl"
 SAMPLE_COLUMNS = (
     "step",
@@ -180,6 +182,7 @@ class Tracker:
         self.directory = directory
         self._metrics = JsonLines(directory / METRICS_FILE, first_step)
         self._samples = JsonLines(directory / SAMPLES_FILE, first_step)
+        self._memory = JsonLines(directory / MEMORY_FILE, first_step)
         self._diagnoses = JsonLines(directory / DIAGNOSES_FILE, first_step)
         mode = wandb_mode(section, environment)
         self._wandb = None
@@ -202,6 +205,11 @@ class Tracker:
         if self._wandb is not None and rows:
             self._wandb.samples(step, rows)
 
+    def log_memory(self, step: int, phases: Iterable[PhaseMemory]) -> None:
+        """Who held what in each phase: for the report, in a file of its own."""
+        for phase in phases:
+            self._memory.write({"step": step, **asdict(phase)})
+
     def log_diagnosis(self, finding: Finding) -> None:
         self._diagnoses.write(
             {"step": finding.step, "difference": finding.difference, "verdict": finding.verdict, "text": finding.text}
@@ -213,6 +221,7 @@ class Tracker:
         """Closes the files and the W&B run; `summary` becomes its summary."""
         self._metrics.close()
         self._samples.close()
+        self._memory.close()
         self._diagnoses.close()
         if self._wandb is not None:
             self._wandb.finish(summary)
