@@ -61,6 +61,19 @@ class _Pause:
     is_draining: bool = False  # they still run, and nobody else is let in
 
 
+def check_sleep(level: int, mode: str) -> None:
+    """Raises `ValueError` for arguments that `sleep` does not take."""
+    if level not in (0, 1, 2):
+        raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
+    if mode not in IN_FLIGHT_MODES:
+        raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
+    if mode == "keep" and level > 0:
+        raise ValueError(
+            f"mode='keep' is not valid at level={level}, which gives the KV back: use 'recompute', which lets "
+            "requests compute it anew afterwards, or level=0"
+        )
+
+
 class EngineCore:
     """See the module's docstring.
 
@@ -97,7 +110,7 @@ class EngineCore:
             )
         )
         self.counters = EngineCounters()
-        self.deliver: Callable[[list[Update]], None] = self._deliver_later
+        self.deliver: Callable[[Iterable[Update]], None] = self._deliver_later
         self._ended_between_steps: list[Update] = []
         self._changed = threading.Condition()  # notified when steps may run again, or requests ended without one
         self._asleep: frozenset[str] = frozenset()
@@ -192,7 +205,7 @@ class EngineCore:
         with self._changed:
             self._changed.notify_all()
 
-    def _deliver_later(self, updates: list[Update]) -> None:
+    def _deliver_later(self, updates: Iterable[Update]) -> None:
         self._ended_between_steps += updates
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -320,15 +333,7 @@ class EngineCore:
         level; the int8 copies of them go, until a policy update. Raises `ValueError` for another level or mode, and
         `TimeoutError`, staying awake, if requests that are waited for have not ended after `timeout` seconds.
         """
-        if level not in (0, 1, 2):
-            raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
-        if mode not in IN_FLIGHT_MODES:
-            raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
-        if mode == "keep" and level > 0:
-            raise ValueError(
-                f"mode='keep' is not valid at level={level}, which gives the KV back: use 'recompute', which lets "
-                "requests compute it anew afterwards, or level=0"
-            )
+        check_sleep(level, mode)
         self._stop(_Pause("the engine is going to sleep", "the engine is going to sleep", mode), timeout)
         try:
             with self.lock:

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from rollout.engine.bucket import SharedBucket
 from rollout.engine.messages import (
     Command,
     EngineState,
@@ -47,8 +48,9 @@ class WorkerGroup:
     rank's engine last said of itself.
     """
 
-    def __init__(self, environments: Sequence[Mapping[str, str]], pass_fds: Sequence[int] = ()) -> None:
+    def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Starts a process for each of `environments`: what is added to this process's environment variables."""
+        self.bucket = SharedBucket.create()
         self.inbox: deque[tuple[int, StepOutputs | StepFailed]] = deque()
         self.states = [EngineState()] * len(environments)
         self._on_tensor: Callable[[str], None] | None = None
@@ -62,7 +64,7 @@ class WorkerGroup:
         self._poller = zmq.Poller()
         self._sockets: list[zmq.Socket[bytes]] = []
         self.close = weakref.finalize(
-            self, _end, os.getpid(), self._context, self._sockets, self._processes, self._folder
+            self, _end, os.getpid(), self._context, self._sockets, self._processes, self._folder, self.bucket
         )
         try:
             for rank, environment in enumerate(environments):
@@ -72,7 +74,7 @@ class WorkerGroup:
                 socket.setsockopt(zmq.RECONNECT_IVL, 20)  # milliseconds
                 socket.connect(f"ipc://{address}")  # the worker binds: so messages wait for it instead of blocking
                 self._sockets.append(socket)
-                process = WorkerProcess(rank, address, environment, pass_fds)
+                process = WorkerProcess(rank, address, self.bucket.descriptor, environment)
                 self._processes.append(process)
                 self._poller.register(socket, zmq.POLLIN)
                 self._poller.register(process.fileno, zmq.POLLIN)
@@ -107,6 +109,12 @@ class WorkerGroup:
 
     def send(self, rank: int, command: Command) -> None:
         self._sockets[rank].send(encode(command))
+
+    def send_to_living(self, command: Command) -> None:
+        """To every rank whose process runs; to none after `close`."""
+        for process in self._processes:
+            if self.close.alive and process.exit_code is None:
+                self.send(process.rank, command)
 
     def ask(self, commands: Mapping[int, Numbered], kind: type[T], timeout: float | None = None) -> list[T]:
         """Sends each rank its message and waits for all replies. Returns them in rank order.
@@ -202,6 +210,7 @@ def _end(
     sockets: list[zmq.Socket[bytes]],
     processes: list[WorkerProcess],
     folder: Path,
+    bucket: SharedBucket,
 ) -> None:
     """Ends the processes, and gives back sockets, descriptors and the folder. Nothing in a fork of the owner."""
     if os.getpid() != owner:
@@ -213,3 +222,4 @@ def _end(
         process.end(max(0.0, deadline - time.monotonic()))
     context.destroy(linger=0)
     shutil.rmtree(folder, ignore_errors=True)
+    bucket.close()

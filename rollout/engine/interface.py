@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout.config import EngineConfig
-from rollout.engine.core import EngineCore
+from rollout.engine.core import EngineCore, Update
 from rollout.engine.lock import FairLock
 from rollout.engine.profile import StepProfile
 from rollout.engine.replicas import EngineReplicas
@@ -16,14 +16,16 @@ from rollout.metrics import EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
 from rollout.weights.receipt import Receipt
+from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
-from rollout.worker.ledger import LedgerReport, SleepReport
+from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 
 
 class Engine(Protocol):
-    """See `EngineCore` for what each does. Callers hold `lock`, except for the properties and within `policy_update`.
+    """See `EngineCore` for what each does. Callers hold `lock`, except for properties, `sleep`, `close`,
+    `wait_while_held` and within `policy_update`.
 
-    What `step` and `take_ended` return is to be gone through to its end, in order: an engine may change a request
+    What `step` returns and `deliver` gets is to be gone through to its end, in order: an engine may change a request
     only when it is its turn.
     """
 
@@ -31,6 +33,7 @@ class Engine(Protocol):
     lock: FairLock
     vocab_size: int
     max_model_len: int
+    deliver: Callable[[Iterable[Update]], None]
 
     @property
     def policy_version(self) -> int: ...
@@ -44,6 +47,13 @@ class Engine(Protocol):
     @property
     def sleeping_tags(self) -> tuple[str, ...]: ...
 
+    @property
+    def is_held(self) -> bool: ...
+
+    def wait_while_held(self, until: Callable[[], bool]) -> None: ...
+
+    def check_running(self) -> None: ...
+
     def check_ready(self) -> None: ...
 
     def check_fits(self, request: Request) -> None: ...
@@ -52,17 +62,19 @@ class Engine(Protocol):
 
     def abort(self, request_ids: Iterable[str]) -> object: ...
 
-    def take_ended(self) -> Iterable[tuple[Request, list[int]]]: ...
+    def flush(self) -> None: ...
 
-    def step(self) -> Iterable[tuple[Request, list[int]]]: ...
+    def step(self) -> Iterable[Update]: ...
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None: ...
 
-    def sleep(self, level: int = 1) -> SleepReport: ...
+    def sleep(self, level: int, mode: InFlightMode, timeout: float | None) -> SleepReport: ...
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None: ...
+    def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport: ...
 
-    def policy_update(self, version: int | None, in_flight: str, timeout: float | None) -> PolicyUpdate: ...
+    def policy_update(
+        self, version: int | None, in_flight: InFlightMode, timeout: float | None, roll_back: bool
+    ) -> PolicyUpdate: ...
 
     def verify(self) -> Receipt: ...
 

@@ -9,7 +9,7 @@ results of `collective_rpc`, transports, model classes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from rollout.core.planner import SchedulerConfig
 from rollout.engine.faults import Fault
 from rollout.sampling_params import SamplingParams
 from rollout.weights.receipt import Receipt
+from rollout.weights.target import InFlightMode
 
 
 class Numbered(msgspec.Struct, frozen=True):
@@ -97,6 +98,64 @@ class Call(Numbered, frozen=True, tag="call"):
     arguments: list[Any] = msgspec.field(default_factory=list)
 
 
+class BucketTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in the shared bucket: a parameter's Hugging Face name, and where its bytes lie."""
+
+    name: str
+    dtype: str  # as torch calls it: "bfloat16"
+    shape: tuple[int, ...]
+    offset: int
+
+
+class OpenUpdate(Numbered, frozen=True, tag="open_update"):
+    """Begins a policy update and pauses the engine. Further messages, in order, lead it to its end."""
+
+    version: int
+    in_flight: InFlightMode
+    timeout: float | None
+    roll_back: bool
+
+
+class LoadBucket(Numbered, frozen=True, tag="load_bucket"):
+    """Loads what lies in the shared bucket, which may be overwritten after the reply."""
+
+    num_bytes: int  # of the bucket
+    tensors: list[BucketTensor]
+
+
+class LoadTransport(Numbered, frozen=True, tag="load_transport"):
+    """Loads what a transport brings. Answered with `Arrived`."""
+
+    transport: bytes  # pickled
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """What a transport has brought."""
+
+    names: list[str]
+    fingerprints: dict[str, int]  # of the engine's tensors, by their own names
+    num_bytes: int
+
+
+class UpdateStep(Numbered, frozen=True, tag="update_step"):
+    """One of the steps that take no arguments. "wake" is answered with `Layout`, "verify" with the receipt."""
+
+    step: Literal["wake", "post_process", "verify", "invalidate", "resume"]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """An engine's parameters: name -> dtype and shape; further names of tied ones."""
+
+    parameters: dict[str, tuple[str, tuple[int, ...]]]
+    tied: dict[str, str]
+
+
+class GiveUp(Numbered, frozen=True, tag="give_up"):
+    """Ends the policy update because of an error, on this rank or elsewhere. Answered with its outcome."""
+
+    reason: str
+
+
 class Rpc(Numbered, frozen=True, tag="rpc"):
     """`collective_rpc`: pickled (method or callable, args, kwargs). Answered with the pickled result."""
 
@@ -107,7 +166,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Ends the process. No reply."""
 
 
-Command = Start | Add | Abort | Finish | Proceed | Call | Rpc | Stop
+Update = OpenUpdate | LoadBucket | LoadTransport | UpdateStep | GiveUp
+Command = Start | Add | Abort | Finish | Proceed | Call | Rpc | Update | Stop
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -115,6 +175,8 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
     policy_version: int = 0
     sleeping_tags: tuple[str, ...] = ()
+    is_held: bool = False
+    holds_policy: bool = True
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):

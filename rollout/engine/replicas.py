@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,21 +23,46 @@ from typing import Any, NoReturn, TypeVar
 
 from rollout.config import EngineConfig
 from rollout.core.scheduler import check_fits
+from rollout.engine.bucket import SharedBucket
+from rollout.engine.core import Update, check_sleep
 from rollout.engine.group import WorkerGroup
 from rollout.engine.importable import pickle_for_workers
 from rollout.engine.lock import FairLock
-from rollout.engine.messages import Abort, Add, Call, Family, Finish, Proceed, Ready, Rpc, Start, StepFailed
+from rollout.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    Command,
+    Family,
+    Finish,
+    Numbered,
+    Proceed,
+    Ready,
+    Rpc,
+    Start,
+    StepFailed,
+)
 from rollout.engine.profile import StepProfile
-from rollout.engine.reports import join_ledgers, join_sleep_reports
-from rollout.engine.transfer import Update, apply, pack_family
-from rollout.errors import EngineClosedError, StaleWeightsError, WorkerDiedError
+from rollout.engine.reports import join_ledgers, join_sleep_reports, join_wake_reports
+from rollout.engine.transfer import apply, pack_family
+from rollout.engine.update_over_ranks import PolicyUpdateOverRanks
+from rollout.errors import (
+    EngineAsleepError,
+    EngineClosedError,
+    PolicyUpdateError,
+    PolicyUpdateTimeoutError,
+    RolloutError,
+    StaleWeightsError,
+    WorkerDiedError,
+)
 from rollout.metrics import EngineSnapshot
 from rollout.models.registry import ModelRegistry
 from rollout.platform.replicas import replica_settings
 from rollout.request import FinishReason, Request, RequestStatus
 from rollout.weights.receipt import Receipt
+from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
-from rollout.worker.ledger import LedgerReport, SleepReport
+from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 
 T = TypeVar("T")
 
@@ -68,6 +95,11 @@ class EngineReplicas:
         self._ended: deque[int] = deque()  # handles of requests that end here, since their worker cannot
         self._failures: deque[tuple[int, StepFailed]] = deque()  # rank, and what is to be raised
         self._halted: set[int] = set()  # ranks whose last step failed
+        self._undelivered: deque[Update] = deque()
+        self.deliver: Callable[[Iterable[Update]], None] = self._undelivered.extend  # until the user replaces it
+        self._changed = threading.Condition()  # notified when steps may run again, or requests ended without one
+        self._stopping: str | None = None  # why nobody is let in: a policy update, or sleep on its way
+        self._is_draining = False  # requests in flight still run
         try:
             architectures = pickle_for_workers(ModelRegistry.registered(), "a model class of the registry")
             starts = {
@@ -84,8 +116,14 @@ class EngineReplicas:
         self._limits = replace(replies[0].limits, num_blocks=min(reply.limits.num_blocks for reply in replies))
 
     @property
+    def bucket(self) -> SharedBucket:
+        """Memory that all worker processes see."""
+        return self._group.bucket
+
+    @property
     def policy_version(self) -> int:
-        return self._receipt.policy_version
+        """The newest version of any rank; they only differ while all are unusable."""
+        return max(state.policy_version for state in self._group.states)
 
     @property
     def receipt(self) -> Receipt | None:
@@ -106,10 +144,29 @@ class EngineReplicas:
         """Of the worker processes, in rank order."""
         return self._group.pids
 
-    # Requests
+    # Whether it may run
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests in flight have to wait. Not once a worker has died: to wait would be in vain."""
+        if not self._group.is_alive or self._is_draining:
+            return False
+        return self._stopping is not None or any(state.is_held for state in self._group.states)
+
+    def wait_while_held(self, until: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_held or until())
+
+    def check_running(self) -> None:
+        self._call_all(type(None), "check_running")
 
     def check_ready(self) -> None:
+        self._group.check_alive()
+        if self._stopping is not None:
+            raise EngineAsleepError(f"{self._stopping}: generate once it has ended")
         self._call_all(type(None), "check_ready")
+
+    # Requests
 
     def check_fits(self, request: Request) -> None:
         check_fits(request, self._limits)
@@ -164,7 +221,7 @@ class EngineReplicas:
             self._group.send(rank, Finish(handle))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests by their own or their group's id. `take_ended` has what they sampled, and all that came since.
+        """Ends requests by their own or their group's id. `flush` delivers what they sampled.
 
         Where a worker has died they end here, with what has arrived.
         """
@@ -193,19 +250,33 @@ class EngineReplicas:
         Raises what a worker's step raised: no token is lost, and it tries again at the next `step`. Raises
         `WorkerDiedError`. In either case what came before has been returned.
         """
-        if not self._group.inbox and not self._ended and self._failures:
+        if self._failures and not self._has_news:
             rank, failed = self._failures.popleft()
             raise failed.fault.error(rank)
-        while self._requests and not self._group.inbox and not self._ended:
+        if self._requests and self.is_held and not self._has_news:
+            self.check_running()
+        while self._requests and not self._has_news:
             for rank in self._halted:
                 self._group.send(rank, Proceed())
             self._halted.clear()
             self._group.receive()
-        return self.take_ended()
+        return self._take()
 
-    def take_ended(self) -> Iterator[Update]:
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._undelivered or self._group.inbox or self._ended)
+
+    def flush(self) -> None:
+        """Delivers all that came, and wakes those who wait for that or for the state that has changed."""
+        self.deliver(self._take())
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take(self) -> Iterator[Update]:
         """Everything that has come, also what belongs to requests that go on. Each request changes in its turn."""
         inbox, ended = self._group.inbox, self._ended
+        while self._undelivered:
+            yield self._undelivered.popleft()
         while inbox or ended:
             while inbox:
                 rank, message = inbox.popleft()
@@ -229,14 +300,27 @@ class EngineReplicas:
 
     # The engine as a whole
 
-    def sleep(self, level: int = 1) -> SleepReport:
-        return join_sleep_reports(self._call_all(SleepReport, "sleep", level))
+    def sleep(self, level: int, mode: InFlightMode, timeout: float | None) -> SleepReport:
+        """Takes `lock` by itself. Where a rank fails the others sleep: `wake_up` wakes those that do."""
+        check_sleep(level, mode)
+        self._stop("the engine is going to sleep", mode, timeout)
+        try:
+            with self.lock:
+                mode = "abort" if mode == "wait" else mode  # nothing is left to wait for
+                return join_sleep_reports(self._call_all(SleepReport, "sleep", level, mode))
+        finally:
+            self.go_on(None)
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        self._call_all(type(None), "wake_up", None if tags is None else list(tags))
+    def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
+        try:
+            reports = self._call_all(WakeReport, "wake_up", None if tags is None else list(tags))
+            return join_wake_reports(reports)
+        finally:
+            self.flush()
 
     def verify(self) -> Receipt:
-        return same_receipt(self._call_all(Receipt, "verify"))
+        same_receipt(self._call_all(Receipt, "verify"))
+        return self._receipt
 
     def reset_prefix_cache(self) -> bool:
         """False where a rank has requests that hold blocks; the others have forgotten theirs."""
@@ -268,8 +352,87 @@ class EngineReplicas:
         results = self._group.ask({rank: Rpc(self._group.number(), payload) for rank in ranks}, bytes, timeout)
         return [pickle.loads(result) for result in results]
 
-    def policy_update(self, version: int | None, in_flight: str, timeout: float | None) -> PolicyUpdate:
-        raise NotImplementedError
+    # Stopping: sleep, and policy updates. These take `lock` by themselves.
+
+    def policy_update(
+        self, version: int | None, in_flight: InFlightMode, timeout: float | None, roll_back: bool
+    ) -> PolicyUpdate:
+        return PolicyUpdateOverRanks(self, version, in_flight, timeout, roll_back)
+
+    def stop_for_update(self, mode: InFlightMode, timeout: float | None) -> None:
+        """Lets nobody else in, until `go_on`."""
+        try:
+            self._stop("a policy update is in progress", mode, timeout)
+        except TimeoutError as error:
+            raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {timeout} s: {error}") from error
+
+    def ask_all(self, command: Callable[[int], Numbered], kind: type[T]) -> list[T]:
+        """Asks every rank, and delivers what ended by it. `command` makes the message with a number."""
+        with self.lock:
+            try:
+                ranks = range(self._group.num_ranks)
+                return self._group.ask({rank: command(self._group.number()) for rank in ranks}, kind)
+            finally:
+                self.flush()
+
+    def tell_living(self, command: Command) -> None:
+        """Sends a message to every rank whose process runs, after one has died. Nobody waits for replies."""
+        with self.lock:
+            self._group.send_to_living(command)
+
+    def mark_unusable(self, reason: str) -> None:
+        """Lets no rank generate before a complete update."""
+        self.ask_all(lambda number: Call(number, "mark_unusable", [reason]), type(None))
+
+    def go_on(self, receipt: Receipt | None) -> None:
+        """Ends what `_stop` began; under a new receipt, if there is one."""
+        with self.lock:
+            self._stopping = None
+            self._receipt = receipt or self._receipt
+            self.flush()
+
+    def _stop(self, reason: str, mode: InFlightMode, timeout: float | None) -> None:
+        """Lets nobody else in. Where requests are to be waited for they run to their end first."""
+        with self.lock:
+            self._group.check_alive()
+            if self._stopping is not None:
+                raise PolicyUpdateError(
+                    f"{self._stopping}: before it has ended no update can begin, and the engine cannot sleep"
+                )
+            if mode == "wait" and self._requests and self.is_held:
+                try:
+                    self.check_running()
+                except RolloutError as obstacle:
+                    raise EngineAsleepError(
+                        f"'wait' would never end, since requests in flight cannot run: {obstacle}"
+                    ) from obstacle
+            self._stopping = reason
+            self._is_draining = mode == "wait"
+        if mode == "wait":
+            self._drain(timeout)
+
+    def _drain(self, timeout: float | None) -> None:
+        """Runs the requests in flight to their end, other threads between the steps. Where it fails the engine goes on
+        as before."""
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        drained = False
+        try:
+            while not drained:
+                with self.lock:
+                    if deadline is not None and time.perf_counter() > deadline and self._requests:
+                        raise TimeoutError(
+                            f"{len(self._requests)} requests in flight had not ended after {timeout} s, and go on"
+                        )
+                    self.deliver(self.step())
+                    drained = not self._requests
+        finally:
+            with self.lock:
+                self._is_draining = False
+                if not drained:
+                    self._stopping = None
+                self.flush()
+
+    # What there is only in one process
 
     def shared_model(self) -> NoReturn:
         self._refuse("shared_model", "a trainer in this process cannot share tensors of other processes")
@@ -282,10 +445,12 @@ class EngineReplicas:
 
     def close(self) -> None:
         """Ends the processes. Requests in flight end with what they have. Nothing happens the second time."""
-        if self._group.is_alive:
-            self.abort(list(self._handles))
-        self._ended += self._requests
-        self._group.close()
+        with self.lock:
+            if self._group.is_alive:
+                self.abort(list(self._handles))
+            self._ended += self._requests
+            self._group.close()
+            self.flush()
 
 
 def same_receipt(receipts: Sequence[Receipt]) -> Receipt:

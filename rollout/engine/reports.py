@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rollout.worker.ledger import LedgerReport, SleepReport
+from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 
 
 def join_ledgers(reports: Sequence[LedgerReport]) -> LedgerReport:
@@ -27,6 +27,15 @@ def join_sleep_reports(reports: Sequence[SleepReport]) -> SleepReport:
         sum(report.resident_before for report in reports),
         sum(report.resident_after for report in reports),
         _join([report.released_on_host for report in reports]),
+    )
+
+
+def join_wake_reports(reports: Sequence[WakeReport]) -> WakeReport:
+    """What every owner of every rank took into use again, and what that is together."""
+    return WakeReport(
+        _join([report.resumed for report in reports]),
+        sum(report.resident_before for report in reports),
+        sum(report.resident_after for report in reports),
     )
 
 

@@ -12,12 +12,11 @@ from operator import attrgetter
 
 import numpy as np
 
+from rollout.engine.core import Update
 from rollout.engine.messages import Change, Family, Sample, StepOutputs
 from rollout.request import FinishReason, Request, RequestStatus
 
 _COLUMNS = tuple(map(attrgetter, ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")))
-
-Update = tuple[Request, list[int]]  # a request and the tokens it has just got
 
 
 def pack_family(leader: Request, handles: Sequence[int]) -> Family:

@@ -1,6 +1,6 @@
 """The process of one replica: an `EngineCore` behind a socket, stepping as long as it has something to do.
 
-    python -m rollout.engine.worker_process <socket> <parent's pid>
+    python -m rollout.engine.worker_process <socket> <parent's pid> <descriptor of the shared bucket>
 
 Messages are taken between steps. The process ends when it is told to, and when its parent is gone.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from rollout.engine.bucket import SharedBucket
 from rollout.engine.core import EngineCore
 from rollout.engine.faults import Fault
 from rollout.engine.messages import (
@@ -33,6 +34,7 @@ from rollout.engine.messages import (
     Finish,
     Loaded,
     Numbered,
+    OpenUpdate,
     Proceed,
     Ready,
     Reply,
@@ -40,16 +42,20 @@ from rollout.engine.messages import (
     Start,
     StepFailed,
     Stop,
+    Update,
     decode_command,
     encode,
 )
 from rollout.engine.transfer import Reporter, unpack_family
+from rollout.engine.update_on_rank import UpdateOnRank
 from rollout.models.registry import ModelRegistry
 from rollout.request import FinishReason
 
 # The engine's methods that `Call` may name, with plain values as arguments and results.
 METHODS: dict[str, Callable[..., Any]] = {
     "check_ready": EngineCore.check_ready,
+    "check_running": EngineCore.check_running,
+    "mark_unusable": EngineCore.mark_unusable,
     "memory_ledger": EngineCore.memory_ledger,
     "reset_prefix_cache": EngineCore.reset_prefix_cache,
     "sleep": EngineCore.sleep,
@@ -62,24 +68,33 @@ METHODS: dict[str, Callable[..., Any]] = {
 class Replica:
     """The engine of this process and the requests that were given to it."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], bucket: SharedBucket) -> None:
         self._socket = socket
+        self._bucket = bucket
         self._reporter = Reporter()
         self._engine: EngineCore | None = None
+        self._update: UpdateOnRank | None = None
         self._halted = False  # a step failed: no more before the other side has heard of it and says so
 
     def run(self) -> None:
         """Serves until `Stop`."""
         while True:
-            idle = self._halted or self._engine is None or not self._engine.has_unfinished
-            while self._socket.poll(None if idle else 0):
+            runnable = self._runnable_engine()
+            while self._socket.poll(None if runnable is None else 0):
                 command = decode_command(self._socket.recv())
                 if isinstance(command, Stop):
                     return
                 self._handle(command)
-                idle = False
-            if self._engine is not None and self._engine.has_unfinished and not self._halted:
-                self._step(self._engine)
+                runnable = self._runnable_engine()
+            if runnable is not None:
+                self._step(runnable)
+
+    def _runnable_engine(self) -> EngineCore | None:
+        """The engine, if it has something to do and may do it."""
+        engine = self._engine
+        if engine is None or self._halted or not engine.has_unfinished or engine.is_held:
+            return None
+        return engine
 
     def _send(self, answer: Answer) -> None:
         self._socket.send(encode(answer))
@@ -120,6 +135,11 @@ class Replica:
             requests = filter(None, map(self._reporter.request, command.handles))
             engine.abort([request.request_id for request in requests])
             return None
+        if isinstance(command, OpenUpdate):
+            self._update = UpdateOnRank(engine, self._bucket)
+        if isinstance(command, Update):
+            assert self._update is not None, "the first message of an update must be OpenUpdate"
+            return self._update.answer(command)
         if isinstance(command, Rpc):
             method, args, kwargs = pickle.loads(command.payload)
             (result,) = engine.collective_rpc(method, None, args, kwargs)
@@ -160,7 +180,9 @@ class Replica:
 
     def _state(self) -> EngineState:
         engine = self._engine
-        return EngineState() if engine is None else EngineState(engine.policy_version, engine.sleeping_tags)
+        if engine is None:
+            return EngineState()
+        return EngineState(engine.policy_version, engine.sleeping_tags, engine.is_held, engine.holds_policy)
 
 
 def end_with_parent(parent: int, folder: Path) -> None:
@@ -177,14 +199,14 @@ def end_with_parent(parent: int, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    address, parent = Path(arguments[0]), int(arguments[1])
+    address, parent, bucket = Path(arguments[0]), int(arguments[1]), SharedBucket(int(arguments[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which decides
     threading.Thread(target=end_with_parent, args=(parent, address.parent), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.bind(f"ipc://{address}")
-    Replica(socket).run()
+    Replica(socket, bucket).run()
     context.destroy(linger=0)
     sys.stdout.flush()
     sys.stderr.flush()

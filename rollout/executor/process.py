@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -19,22 +19,21 @@ _MODULE = "rollout.engine.worker_process"
 class WorkerProcess:
     """A Python process that runs `rollout.engine.worker_process`, until its parent stops it or is gone.
 
-    It is no fork: it shares nothing but the files in `pass_fds`, imports what the parent can import, and does not run
+    It is no fork: it shares nothing but the bucket, imports what the parent can import, and does not run
     the user's main module. Its standard input is a pipe that closes when the parent ends, however that ends; what it
     writes to its standard error is passed on, and the last lines are kept.
     """
 
-    def __init__(
-        self, rank: int, address: Path, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, rank: int, address: Path, bucket: int, environment: Mapping[str, str]) -> None:
+        """`bucket` is the descriptor of the bucket that parent and workers share (`rollout.engine.bucket`)."""
         self.rank = rank
         paths = [path or os.getcwd() for path in sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE, str(address), str(os.getpid()), *map(str, pass_fds)],
+            [sys.executable, "-P", "-m", _MODULE, str(address), str(os.getpid()), str(bucket)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
-            pass_fds=pass_fds,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            pass_fds=(bucket,),
         )
         self.fileno = os.pidfd_open(self._process.pid)  # readable once the process has ended
         self._last_lines: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
