@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rollout import LLM, SamplingParams
 from rollout.errors import WorkerDiedError
+from rollout.weights.transaction import Outcome
 from tests.support.extension import kill_rank
-from tests.support.policies import InFlight, random_prompt
+from tests.support.policies import InFlight, Policies, random_prompt
 from tests.support.processes import PATIENCE, is_running, kill, until
 from tests.support.tiny import make_tiny_llama
 
@@ -119,3 +122,34 @@ def test_workers_end_with_a_parent_that_is_killed_and_leave_no_sockets(tmp_path:
         parent.wait(PATIENCE)
     until(lambda: not is_running(int(first)) and not is_running(int(second)), "the end of the workers")
     assert not Path(sockets).exists()
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_a_policy_update_ends_it_with_an_error_that_names_it(tmp_path: Path) -> None:
+    policies = Policies.make(tmp_path)
+    with policies.engine(data_parallel_size=2) as llm:
+        pids = llm._engine.process_ids  # type: ignore[attr-defined]
+        long = SamplingParams(max_tokens=480, ignore_eos=True)
+        flight = InFlight(llm, PROMPTS, long)
+        with pytest.raises(WorkerDiedError, match="rank 1") as waiting, flight:
+            flight.wait_for_steps(5)
+            weights = policies.weights(1)
+
+            def send() -> Iterator[tuple[str, torch.Tensor]]:
+                yield from list(weights.items())[:10]
+                kill(pids[1])
+                yield from list(weights.items())[10:]
+
+            with (
+                pytest.raises(WorkerDiedError, match=r"rank 1 .* was killed by SIGKILL") as caught,
+                llm.policy_update(in_flight="keep") as update,
+            ):
+                update.load(send())
+            assert update.outcome is Outcome.UNUSABLE
+            assert "failed half-way" in caught.value.__notes__[-1]
+            with pytest.raises(WorkerDiedError):
+                llm.policy_update().__enter__()
+        assert [output.prompt_token_ids for output in waiting.value.outputs] == PROMPTS
+        assert all(output.outputs[0].finish_reason == "abort" for output in waiting.value.outputs)
+        assert is_running(pids[0])
+    assert not any(map(is_running, pids))

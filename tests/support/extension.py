@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import time
 
 import torch
 
+from rollout.engine.core import EngineCore
 from rollout.worker.worker import Worker
 
 
@@ -84,3 +86,31 @@ def fail_in_step(worker: Worker, rank: int, number: int) -> None:
         return execute(plan)
 
     worker.execute = failing
+
+
+def fail_once(worker: Worker, rank: int, method: str) -> None:
+    """Lets the next call of a method of that rank's worker raise."""
+    if worker.rank == rank:
+        fail_once_in(worker, method, rank)
+
+
+def fail_once_in(thing: object, method: str, rank: int) -> None:
+    def failing(*_: object, **__: object) -> None:
+        delattr(thing, method)
+        raise OSError(f"{method} fails on rank {rank}")
+
+    setattr(thing, method, failing)
+
+
+def fail_engine_once(worker: Worker, rank: int, method: str) -> None:
+    """The same for a method of the engine whose worker it is."""
+    if worker.rank == rank:
+        (engine,) = (o for o in gc.get_objects() if isinstance(o, EngineCore) and o.executor.worker is worker)
+        fail_once_in(engine, method, rank)
+
+
+def add_to_parameter(worker: Worker, rank: int, name: str) -> None:
+    """Changes a parameter behind the engine's back, on that rank."""
+    if worker.rank == rank:
+        with torch.no_grad():
+            worker.parameters()[name].add_(1)
