@@ -103,7 +103,9 @@ class PolicyUpdateOverRanks(PolicyUpdate):
             largest = max(map(_room, self._parameters.values()))
             self._bucket_bytes = max(largest, min(BUCKET_BYTES, sum(map(_room, self._parameters.values()))))
 
-    def _load(self, named: Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport) -> list[str]:
+    def _load(
+        self, named: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport
+    ) -> list[str]:
         loaded = super()._load(named)
         self._send_bucket()
         return loaded

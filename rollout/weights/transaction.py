@@ -231,7 +231,9 @@ class PolicyUpdate:
         with _Step(self, "load"):
             return self._load(named)
 
-    def _load(self, named: Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport) -> list[str]:
+    def _load(
+        self, named: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport
+    ) -> list[str]:
         if isinstance(named, Transport):
             return self._receive(named)
         pairs = _pairs(named)

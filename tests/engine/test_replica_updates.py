@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +31,14 @@ from rollout.errors import (
     UnknownTensorError,
     WeightsNotLoadedError,
 )
+from rollout.weights.broadcast import BroadcastReceiver, BroadcastSender
 from rollout.weights.in_process import InProcess
 from rollout.weights.receipt import Receipt, parameters_fingerprint
+from rollout.weights.safetensors_folder import SafetensorsFolderReceiver, SafetensorsFolderSender
+from rollout.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from rollout.weights.sparse_delta import SparseDeltaReceiver, SparseDeltaSender
 from rollout.weights.transaction import Outcome, PolicyUpdate
+from rollout.weights.transport import Sender, Transport
 from tests.support.extension import add_to_parameter, fail_engine_once, fail_once
 from tests.support.file_transport import FileTransport
 from tests.support.policies import (
@@ -140,6 +147,35 @@ def test_a_complete_update_gives_both_ranks_what_one_engine_gets(engines: Engine
     outputs = engines.two.generate(PROMPTS, GREEDY)
     assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS)
     engines.assert_both_hold(1)
+
+
+def both_ends(name: str, folder: Path) -> tuple[Sender, Callable[[], Transport]]:
+    """A sender to two ranks, and what makes their receivers."""
+    if name == "shared memory":
+        return SharedMemorySender(folder, num_receivers=2, bucket_bytes=4096), lambda: SharedMemoryReceiver(folder)
+    if name == "broadcast":
+        sender = BroadcastSender(num_receivers=2, bucket_bytes=4096)
+        return sender, lambda: BroadcastReceiver(sender.address)
+    if name == "safetensors folder":
+        return SafetensorsFolderSender(folder), lambda: SafetensorsFolderReceiver(folder)
+    carrier = SharedMemorySender(folder, num_receivers=2)
+    return SparseDeltaSender(carrier), lambda: SparseDeltaReceiver(SharedMemoryReceiver(folder))
+
+
+@pytest.mark.parametrize("name", ["shared memory", "broadcast", "safetensors folder", "sparse delta"])
+def test_each_rank_reads_a_transport_by_itself(engines: Engines, name: str, tmp_path: Path) -> None:
+    sender, receiver = both_ends(name, tmp_path / "way")
+    try:
+        for number in (1, 2):
+            weights, version = engines.policies.weights(number), engines.two.policy_version + 1
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(sender.send, version, weights.items())
+                with engines.two.policy_update(version) as update:
+                    assert sorted(update.load(receiver())) == sorted(weights)
+                assert sending.result().fingerprint == update.receipt.parameters_fingerprint
+            engines.assert_both_hold(number)
+    finally:
+        sender.close()
 
 
 def test_many_buckets_bring_the_same_policy(
