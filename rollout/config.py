@@ -34,6 +34,9 @@ class EngineConfig:
     faster, with logprobs of the rounded weights (`docs/quantization.md`); a trainer's own, from the weights themselves,
     differ from them and need a correction (`rollout_trainers.corrections`). CPU only.
     `num_threads` sets the threads of torch and of the kernels, for the whole process.
+    `data_parallel_size` above 1 runs so many copies of the engine, each in a process of its own, which share the
+    requests. `num_threads`, `kv_cache_memory` and `swap_space` are of each; without `num_threads` they share the
+    machine's cores, and `gpu_memory_utilization` on a CPU is of all of them. On CUDA each has a device of its own.
     """
 
     model: str
@@ -55,6 +58,7 @@ class EngineConfig:
     enforce_eager: bool = False
     quantization: Literal["int8"] | None = None
     num_threads: int | None = None
+    data_parallel_size: int = 1
     seed: int = 0
     trust_remote_code: bool = False
     worker_extension_cls: str | None = None
@@ -72,7 +76,7 @@ class EngineConfig:
                 f"quantization={self.quantization!r} is not supported with device={self.device!r} and "
                 f"kernels={self.kernels!r}: only on the CPU"
             )
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size"):
             _check_positive(self, field)
         for field in ("max_model_len", "num_threads"):
             if getattr(self, field) is not None:

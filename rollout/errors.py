@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout.outputs import RequestOutput
+
 
 class RolloutError(Exception):
     """The root of the engine's own errors. Bad arguments raise `ValueError` instead."""
@@ -21,6 +26,24 @@ class StaleWeightsError(RolloutError):
 
 class EngineUnusableError(RolloutError):
     """A policy update failed after it had begun to write; a complete update makes the engine usable again."""
+
+
+class EngineClosedError(RolloutError):
+    """The engine's worker processes were ended by `close`."""
+
+
+class WorkerDiedError(RolloutError):
+    """A worker process ended that nobody had told to; the message says how, with the last lines that it wrote.
+
+    `exit_code` is minus the signal's number where one killed it. `outputs` holds, where `generate` or its like raised
+    the error, what every prompt has: finished ones whole, the others with the tokens that had arrived.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.outputs: list[RequestOutput] = []
 
 
 class PolicyUpdateError(RolloutError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -18,7 +18,9 @@ from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
-from rollout.engine.profile import StepProfile, profile
+from rollout.engine.interface import Engine, make_engine
+from rollout.engine.profile import StepProfile
+from rollout.errors import WorkerDiedError
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import iterate_checkpoint, read_config
@@ -50,16 +52,31 @@ class LLM:
         folder = resolve_model(str(model))
         self.config = EngineConfig(model=str(model), **config)
         with _progress("Loading weights", None, "tensor", show_progress) as bar:
-            self.engine = EngineCore(self.config, folder, on_tensor=lambda _: _advance(bar))
+            self._engine: Engine = make_engine(self.config, folder, on_tensor=lambda _: _advance(bar))
         self._folder = folder
-        self._tokenizer = _load_tokenizer(Path(self.config.tokenizer or folder))
-        if self.config.tokenizer is not None and self._tokenizer is None:
-            raise ValueError(f"tokenizer={self.config.tokenizer!r} is not valid: there is no tokenizer in this folder")
-        self._eos_token_ids = _eos_token_ids(folder, self._tokenizer, self.engine.vocab_size)
-        self._lock = self.engine.lock
+        self._lock = self._engine.lock
         self._numbers = itertools.count()
-        self._delivery = Delivery(self.engine)
+        self._delivery = Delivery(self._engine)
         self._enqueued: dict[str, Group] = {}
+        try:
+            self._tokenizer = self._find_tokenizer()
+            self._eos_token_ids = _eos_token_ids(folder, self._tokenizer, self._engine.vocab_size)
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def _find_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        tokenizer = _load_tokenizer(Path(self.config.tokenizer or self._folder))
+        if self.config.tokenizer is not None and tokenizer is None:
+            raise ValueError(f"tokenizer={self.config.tokenizer!r} is not valid: there is no tokenizer in this folder")
+        return tokenizer
+
+    @property
+    def engine(self) -> EngineCore:
+        """The engine itself. Raises `ValueError` where there are several, in other processes."""
+        if not isinstance(self._engine, EngineCore):
+            raise ValueError(f"data_parallel_size={self.config.data_parallel_size}: the engines are in other processes")
+        return self._engine
 
     def generate(
         self,
@@ -121,9 +138,10 @@ class LLM:
         """
         with self._lock:
             if any(group.num_unfinished for group in self._enqueued.values()):
-                self.engine.check_running()
+                self._engine.check_running()
             groups, self._enqueued = list(self._enqueued.values()), {}
-        self._wait(groups, use_tqdm, "Generating")
+        with self._outputs_in_errors(groups):
+            self._wait(groups, use_tqdm, "Generating")
         return [group.output(self._tokenizer) for group in groups]
 
     @property
@@ -213,32 +231,32 @@ class LLM:
         waits for them goes on waiting until the engine runs again: with their KV ("keep", level 0 only), or computing
         it anew ("recompute").
         """
-        return self.engine.sleep(level, mode, timeout)
+        return self._engine.sleep(level, mode, timeout)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
         """Ends the sleep of everything, or of `tags`: "weights", "kv_cache" (with "graphs"), "graphs", "scheduling"
         (level 0). After level 2 the weights still need a policy update, or `reload_weights`, before `generate` runs."""
         with self._lock:
-            return self.engine.wake_up(tags)
+            return self._engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether anything sleeps; `sleeping_tags` says what."""
-        return self.engine.is_sleeping
+        return self._engine.is_sleeping
 
     @property
     def sleeping_tags(self) -> tuple[str, ...]:
-        return self.engine.sleeping_tags
+        return self._engine.sleeping_tags
 
     @property
     def policy_version(self) -> int:
         """Version of the policy in the weights; 0 is the checkpoint."""
-        return self.engine.policy_version
+        return self._engine.policy_version
 
     @property
     def receipt(self) -> Receipt | None:
         """Proof of what the weights held when they were last loaded."""
-        return self.engine.receipt
+        return self._engine.receipt
 
     def policy_update(
         self,
@@ -257,7 +275,7 @@ class LLM:
         See `PolicyUpdate` for the modes and for `roll_back`. While it lasts, `generate` raises `EngineAsleepError`; one
         that waits for requests which the update keeps goes on waiting.
         """
-        return PolicyUpdate(self.engine, version, in_flight, timeout, roll_back)
+        return self._engine.policy_update(version, in_flight, timeout, roll_back)
 
     def reload_weights(self, *, in_flight: InFlightMode = "abort") -> Receipt:
         """A policy update from the checkpoint on disk, read anew."""
@@ -269,7 +287,7 @@ class LLM:
         """Fingerprints every tensor that the kernels read. Raises `StaleWeightsError` naming those that changed since
         the last receipt."""
         with self._lock:
-            return self.engine.verify()
+            return self._engine.verify()
 
     def diagnose(self, samples: Sequence[RequestOutput | SampleRecord], trainer: Trainer, **options: Any) -> Diagnosis:
         """Says why a trainer's logprobs of sampled tokens are not the sampler's: `print(llm.diagnose(outputs, model))`.
@@ -299,12 +317,12 @@ class LLM:
         given other memory, is refused by `generate`, `verify` and `policy_update`, since the kernels know the memory.
         """
         with self._lock:
-            return self.engine.shared_model()
+            return self._engine.shared_model()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block. False, with nothing changed, while requests are in flight."""
         with self._lock:
-            return self.engine.reset_prefix_cache()
+            return self._engine.reset_prefix_cache()
 
     def collective_rpc(
         self,
@@ -315,31 +333,31 @@ class LLM:
     ) -> list[Any]:
         """Calls a method of every worker, or a callable that gets the worker first; results in rank order."""
         with self._lock:
-            return self.engine.executor.collective_rpc(method, timeout, args, kwargs)
+            return self._engine.collective_rpc(method, timeout, args, kwargs or {})
 
     def memory_ledger(self) -> LedgerReport:
         """Who holds which bytes."""
         with self._lock:
-            return self.engine.memory_ledger()
+            return self._engine.memory_ledger()
 
     def get_metrics(self) -> dict[str, float]:
         """Gauges and counters of the engine, see `rollout.metrics`."""
         with self._lock:
-            return engine_metrics(self.engine)
+            return engine_metrics(self._engine.snapshots())
 
     def profile(self) -> AbstractContextManager[list[StepProfile]]:
         """Measures where the time goes inside a `with` block (see `rollout.engine.profile.profile`)."""
-        return profile(self.engine)
+        return self._engine.profile()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests in flight by their ids, keeping what they sampled; unknown ids are ignored."""
         with self._lock:
-            self.engine.abort(request_ids)
-            self.engine.flush()
+            self._engine.abort(request_ids)
+            self._engine.flush()
 
     def close(self) -> None:
-        """Ends requests in flight and gives the memory back, as `sleep(level=2)` does."""
-        self.engine.sleep(2)
+        """Ends requests in flight and gives the memory back, as `sleep(level=2)` does; worker processes are ended."""
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -365,7 +383,7 @@ class LLM:
 
     def _problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
         """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
-        ids, limit, vocab_size = prompt.token_ids, self.engine.max_model_len, self.engine.vocab_size
+        ids, limit, vocab_size = prompt.token_ids, self._engine.max_model_len, self._engine.vocab_size
         if not ids:
             return "the prompt is empty: it must have at least 1 token"
         for token_id in ids:
@@ -392,9 +410,19 @@ class LLM:
     ) -> list[RequestOutput]:
         with self._lock:
             groups, refused = self._admit(prompts, params, priorities, on_invalid)
-        self._wait(list(groups.values()), use_tqdm, "Generating")
+        with self._outputs_in_errors(groups.values()):
+            self._wait(list(groups.values()), use_tqdm, "Generating")
         outputs = refused | {index: group.output(self._tokenizer) for index, group in groups.items()}
         return [outputs[index] for index in range(len(prompts))]
+
+    @contextmanager
+    def _outputs_in_errors(self, groups: Iterable[Group]) -> Iterator[None]:
+        """What the prompts have goes along with the error that a worker has died."""
+        try:
+            yield
+        except WorkerDiedError as error:
+            error.outputs = [group.output(self._tokenizer) for group in groups]
+            raise
 
     def _admit(
         self,
@@ -406,7 +434,7 @@ class LLM:
         """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index."""
         if on_invalid not in ("raise", "return"):
             raise ValueError(f"on_invalid={on_invalid!r} is not valid: it must be 'raise' or 'return'")
-        self.engine.check_ready()
+        self._engine.check_ready()
         refused: dict[int, RequestOutput] = {}
         families: dict[int, tuple[Prompt, list[Request]]] = {}
         for index, prompt in enumerate(prompts):
@@ -426,7 +454,7 @@ class LLM:
 
     def _unfit(self, requests: list[Request]) -> str | None:
         try:
-            self.engine.scheduler.check_fits(requests[0])
+            self._engine.check_fits(requests[0])
         except ValueError as error:
             return str(error)
         return None
@@ -436,7 +464,7 @@ class LLM:
     ) -> list[Request]:
         """The samples of one prompt, the first leading the others."""
         number = next(self._numbers)
-        room = self.engine.max_model_len - len(prompt.token_ids)
+        room = self._engine.max_model_len - len(prompt.token_ids)
         max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
         samples = [
@@ -462,8 +490,8 @@ class LLM:
 
     def _submit(self, families: list[tuple[Prompt, list[Request]]]) -> list[Group]:
         """Hands requests to the engine, all or none."""
-        self.engine.add(requests[0] for _, requests in families)
-        receipt = self.engine.receipt
+        self._engine.add(requests[0] for _, requests in families)
+        receipt = self._engine.receipt
         groups = [Group.of(prompt, requests, receipt, self._tokenizer) for prompt, requests in families]
         for group in groups:
             self._delivery.groups[group.group_id] = group

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from rollout.engine.core import EngineCore
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import TypeVar
+
+from rollout.core.schedule import SchedulerStats
 
 
-def engine_metrics(engine: EngineCore) -> dict[str, float]:
-    """`*_total` count since start; `tokens_per_second` is over the time spent in steps; shares are from 0 to 1.
+@dataclass(slots=True)
+class EngineCounters:
+    """Sums since the engine started."""
+
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_computed_tokens: int = 0  # tokens whose KV was computed: prompts, outputs, and both again after preemption
+    num_errors: int = 0  # requests whose logits were not numbers
+    step_seconds: float = 0.0
+    peak_blocks_in_use: int = 0
+    waste_numerator: int = 0  # sum over steps of KV slots allocated but unused
+    waste_denominator: int = 0  # sum over steps of KV slots allocated
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What one engine counts, at one moment."""
+
+    stats: SchedulerStats
+    counters: EngineCounters
+    policy_version: int
+
+
+_Counts = TypeVar("_Counts", SchedulerStats, EngineCounters)
+
+
+def _sum(parts: Sequence[_Counts]) -> _Counts:
+    """Field by field: all of them are counts."""
+    return type(parts[0])(*map(sum, zip(*map(astuple, parts), strict=True)))
+
+
+def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
+    """The metrics of an engine, or of its replicas together: counts add up, shares are of all together.
+
+    `*_total` count since start; `tokens_per_second` is over the time spent in steps; shares are from 0 to 1.
 
     `kv_cache_usage` is of now, `kv_cache_usage_peak` the largest after any step. `kv_cache_waste` is the share of
     allocated KV slots that held no token, over all steps.
     """
-    stats, counters = engine.scheduler.stats(), engine.counters
+    stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
     in_use = stats.num_blocks - stats.num_free_blocks
     return {
         "num_requests_running": stats.num_running,
@@ -27,6 +64,7 @@ def engine_metrics(engine: EngineCore) -> dict[str, float]:
         "generation_tokens_total": counters.num_generated_tokens,
         "computed_tokens_total": counters.num_computed_tokens,
         "step_seconds_total": counters.step_seconds,
-        "tokens_per_second": counters.num_generated_tokens / max(counters.step_seconds, 1e-9),
-        "policy_version": engine.policy_version,
+        # Replicas step at the same time.
+        "tokens_per_second": len(snapshots) * counters.num_generated_tokens / max(counters.step_seconds, 1e-9),
+        "policy_version": min(snapshot.policy_version for snapshot in snapshots),
     }

@@ -32,6 +32,28 @@ class _Draws:
         self.entropy: list[float] = result.entropy.tolist()
 
 
+def check_fits(request: Request, config: SchedulerConfig) -> None:
+    """Raises `ValueError`, with the numbers, if the request can never run to its end under these limits."""
+    num_prompt, name = request.num_prompt_tokens, f"request {request.request_id!r}"
+    limit = config.max_model_len
+    if num_prompt == 0:
+        raise ValueError(f"{name}: the prompt is empty (0 tokens), it must have at least 1")
+    if request.max_tokens < 0:
+        raise ValueError(f"{name}: max_tokens={request.max_tokens} is not valid: it must be at least 0")
+    if num_prompt + request.max_tokens > limit:
+        raise ValueError(
+            f"{name}: {num_prompt} prompt tokens and max_tokens={request.max_tokens} make "
+            f"{num_prompt + request.max_tokens}, more than max_model_len={limit}"
+        )
+    num_slots = num_prompt + max(request.max_tokens - 1, 0)  # the last token's KV is never written
+    num_blocks = -(-num_slots // config.block_size)
+    if num_blocks > config.num_blocks:
+        raise ValueError(
+            f"{name}: {num_prompt} prompt tokens and max_tokens={request.max_tokens} need {num_blocks} KV blocks "
+            f"of {config.block_size} tokens, the pool has {config.num_blocks}"
+        )
+
+
 class Scheduler:
     """Makes the plan of each step and takes its result: `schedule()`, run the plan, `update(plan, result)`, again.
 
@@ -101,24 +123,7 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises `ValueError`, with the numbers, if the request can never run to its end. Queues nothing."""
-        num_prompt, name = request.num_prompt_tokens, f"request {request.request_id!r}"
-        limit = self.config.max_model_len
-        if num_prompt == 0:
-            raise ValueError(f"{name}: the prompt is empty (0 tokens), it must have at least 1")
-        if request.max_tokens < 0:
-            raise ValueError(f"{name}: max_tokens={request.max_tokens} is not valid: it must be at least 0")
-        if num_prompt + request.max_tokens > limit:
-            raise ValueError(
-                f"{name}: {num_prompt} prompt tokens and max_tokens={request.max_tokens} make "
-                f"{num_prompt + request.max_tokens}, more than max_model_len={limit}"
-            )
-        num_slots = num_prompt + max(request.max_tokens - 1, 0)  # the last token's KV is never written
-        num_blocks = self.kv.num_blocks_for(num_slots)
-        if num_blocks > self.config.num_blocks:
-            raise ValueError(
-                f"{name}: {num_prompt} prompt tokens and max_tokens={request.max_tokens} need {num_blocks} KV blocks "
-                f"of {self.config.block_size} tokens, the pool has {self.config.num_blocks}"
-            )
+        check_fits(request, self.config)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests by their own or their group's id, with what they have sampled; ids not known are ignored."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from rollout.config import EngineConfig
 from rollout.core.schedule import SchedulePlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.engine.lock import FairLock
+from rollout.engine.profile import StepProfile, profile
 from rollout.errors import (
     EngineAsleepError,
     EngineUnusableError,
@@ -31,12 +34,14 @@ from rollout.errors import (
     WeightsNotLoadedError,
 )
 from rollout.executor.in_process import InProcessExecutor
+from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
 from rollout.weights.guard import SharedWeightsGuard, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt
 from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode
+from rollout.weights.transaction import PolicyUpdate
 from rollout.weights.undo import UndoLog
 from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 from rollout.worker.slab import slab_bytes
@@ -44,20 +49,6 @@ from rollout.worker.slab import slab_bytes
 TAGS = ("scheduling", "weights", "kv_cache", "graphs")
 
 Update = tuple[Request, list[int]]  # a request and the tokens it has just got
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Sums since the engine started."""
-
-    num_steps: int = 0
-    num_generated_tokens: int = 0
-    num_computed_tokens: int = 0  # tokens whose KV was computed: prompts, outputs, and both again after preemption
-    num_errors: int = 0  # requests whose logits were not numbers
-    step_seconds: float = 0.0
-    peak_blocks_in_use: int = 0
-    waste_numerator: int = 0  # sum over steps of KV slots allocated but unused
-    waste_denominator: int = 0  # sum over steps of KV slots allocated
 
 
 @dataclass(slots=True)
@@ -70,6 +61,19 @@ class _Pause:
     is_draining: bool = False  # they still run, and nobody else is let in
 
 
+def check_sleep(level: int, mode: str) -> None:
+    """Raises `ValueError` for arguments that `sleep` does not take."""
+    if level not in (0, 1, 2):
+        raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
+    if mode not in IN_FLIGHT_MODES:
+        raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
+    if mode == "keep" and level > 0:
+        raise ValueError(
+            f"mode='keep' is not valid at level={level}, which gives the KV back: use 'recompute', which lets "
+            "requests compute it anew afterwards, or level=0"
+        )
+
+
 class EngineCore:
     """See the module's docstring.
 
@@ -78,10 +82,13 @@ class EngineCore:
     engine's user may replace; until then they are what the next `step` or `take_ended` returns.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None, rank: int = 0
+    ) -> None:
+        """`rank` is the engine's number among replicas."""
         self.config = config
         self.lock = FairLock()
-        self.executor = InProcessExecutor(config, folder, on_tensor)
+        self.executor = InProcessExecutor(config, folder, on_tensor, rank)
         self._worker = self.executor.worker
         shape = self._worker.model.shape
         longest = shape.max_position_embeddings
@@ -103,7 +110,7 @@ class EngineCore:
             )
         )
         self.counters = EngineCounters()
-        self.deliver: Callable[[list[Update]], None] = self._deliver_later
+        self.deliver: Callable[[Iterable[Update]], None] = self._deliver_later
         self._ended_between_steps: list[Update] = []
         self._changed = threading.Condition()  # notified when steps may run again, or requests ended without one
         self._asleep: frozenset[str] = frozenset()
@@ -198,7 +205,7 @@ class EngineCore:
         with self._changed:
             self._changed.notify_all()
 
-    def _deliver_later(self, updates: list[Update]) -> None:
+    def _deliver_later(self, updates: Iterable[Update]) -> None:
         self._ended_between_steps += updates
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -211,6 +218,10 @@ class EngineCore:
             for sample in (request, *request.siblings):
                 sample.policy_version = self._policy_version
             self.scheduler.add(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises `ValueError`, with the numbers, if the request can never run to its end."""
+        self.scheduler.check_fits(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests by their own or their group's id, with the tokens they have. Unknown ids are ignored."""
@@ -272,6 +283,30 @@ class EngineCore:
     def memory_ledger(self) -> LedgerReport:
         return self._worker.memory_ledger()
 
+    def snapshots(self) -> list[EngineSnapshot]:
+        """What the engine counts now; one entry, where an engine of replicas has one for each."""
+        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version)]
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """See `InProcessExecutor.collective_rpc`."""
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+    def profile(self) -> AbstractContextManager[list[StepProfile]]:
+        """See `rollout.engine.profile.profile`."""
+        return profile(self)
+
+    def policy_update(
+        self, version: int | None, in_flight: InFlightMode, timeout: float | None, roll_back: bool
+    ) -> PolicyUpdate:
+        """See `rollout.weights.transaction`."""
+        return PolicyUpdate(self, version, in_flight, timeout, roll_back)
+
+    def close(self) -> None:
+        """Gives the memory back; requests in flight end with what they have."""
+        self.sleep(2)
+
     def shared_model(self) -> CausalLM:
         """The module that the engine runs. From now on `sleep(level=2)` keeps the weights: somebody else uses them."""
         self._weights_shared = True
@@ -298,15 +333,7 @@ class EngineCore:
         level; the int8 copies of them go, until a policy update. Raises `ValueError` for another level or mode, and
         `TimeoutError`, staying awake, if requests that are waited for have not ended after `timeout` seconds.
         """
-        if level not in (0, 1, 2):
-            raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
-        if mode not in IN_FLIGHT_MODES:
-            raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
-        if mode == "keep" and level > 0:
-            raise ValueError(
-                f"mode='keep' is not valid at level={level}, which gives the KV back: use 'recompute', which lets "
-                "requests compute it anew afterwards, or level=0"
-            )
+        check_sleep(level, mode)
         self._stop(_Pause("the engine is going to sleep", "the engine is going to sleep", mode), timeout)
         try:
             with self.lock:

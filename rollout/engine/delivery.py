@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rollout.engine.collect import Group
-from rollout.engine.core import EngineCore, Update
+from rollout.engine.core import Update
+from rollout.engine.interface import Engine
 from rollout.request import FinishReason
 
 
@@ -15,7 +16,7 @@ class Delivery:
     Callers hold the engine's lock, except of `wait`.
     """
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.groups: dict[str, Group] = {}
         self._engine = engine
         engine.deliver = self.deliver
@@ -24,9 +25,10 @@ class Delivery:
         """One step of the engine, delivered."""
         self.deliver(self._engine.step())
 
-    def deliver(self, updates: list[Update]) -> None:
+    def deliver(self, updates: Iterable[Update]) -> None:
         """Hands updates to their groups, each exactly once, whatever the tokenizer makes of one of them."""
-        for index, (request, token_ids) in enumerate(updates):
+        updates = iter(updates)
+        for request, token_ids in updates:
             group = self.groups[request.group_id]
             delivered = False
             try:
@@ -40,7 +42,7 @@ class Delivery:
                 if request.is_finished:
                     group.num_unfinished -= 1
                 if not delivered:
-                    self.deliver(updates[index + 1 :])
+                    self.deliver(updates)
 
     def wait(self, groups: Sequence[Group], on_progress: Callable[[int], object]) -> None:
         """Runs the engine until `groups` are finished, and waits while it is held (a policy update that keeps requests,

@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rollout.engine.core import EngineCore
 from rollout_kernels.cpu.times import KernelTimes, timed_kernels
+
+if TYPE_CHECKING:
+    from rollout.engine.core import EngineCore
 
 _PARTS = {
     "linear": "matrix products",

@@ -22,8 +22,10 @@ _ENGINE_ONLY = {
 class InProcessExecutor:
     """Calls its worker directly. Other executors offer the same methods."""
 
-    def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
-        self.worker = _worker_class(config.worker_extension_cls)(config, folder, on_tensor)
+    def __init__(
+        self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None, rank: int = 0
+    ) -> None:
+        self.worker = _worker_class(config.worker_extension_cls)(config, folder, on_tensor, rank)
 
     def execute(self, plan: SchedulePlan) -> StepResult:
         return self.worker.execute(plan)

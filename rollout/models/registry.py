@@ -31,6 +31,11 @@ class ModelRegistry:
         return sorted(cls._classes)
 
     @classmethod
+    def registered(cls) -> dict[str, type[CausalLM]]:
+        """Every architecture with its class, for a process that is to know the same ones."""
+        return dict(cls._classes)
+
+    @classmethod
     def resolve(cls, config: PretrainedConfig) -> type[CausalLM]:
         """The class for a config. Raises `ValueError` naming the known architectures."""
         names = config.architectures or []

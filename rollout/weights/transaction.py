@@ -167,6 +167,17 @@ class PolicyUpdate:
             raise IllegalPhaseError(f"there is no receipt: the update to policy {self.version} is {self.phase.value}")
         return self._receipt
 
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Of every tensor that was copied so far, by the engine's name of it."""
+        return {name: sent.fingerprint for name, sent in self._sent.items() if sent.fingerprint is not None}
+
+    @property
+    def verified_receipt(self) -> Receipt:
+        """What `verify` found; not yet in force."""
+        assert self._receipt is not None, "verify() comes first"
+        return self._receipt
+
     def __enter__(self) -> PolicyUpdate:
         try:
             self.pause()
@@ -218,16 +229,21 @@ class PolicyUpdate:
         closed; what arrived must have the fingerprints that its sending side computed.
         """
         with _Step(self, "load"):
-            if isinstance(named, Transport):
-                return self._receive(named)
-            pairs = _pairs(named)
-            if isinstance(pairs, PolicyTensors):
-                with closing(pairs):
-                    check_layout(pairs.shapes, self._parameters, self._tied)
-                    return self._store_all(pairs)
-            if isinstance(pairs, tuple):
-                self._check_all(pairs)
-            return self._store_all(pairs)
+            return self._load(named)
+
+    def _load(
+        self, named: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor] | Transport
+    ) -> list[str]:
+        if isinstance(named, Transport):
+            return self._receive(named)
+        pairs = _pairs(named)
+        if isinstance(pairs, PolicyTensors):
+            with closing(pairs):
+                check_layout(pairs.shapes, self._parameters, self._tied)
+                return self._store_all(pairs)
+        if isinstance(pairs, tuple):
+            self._check_all(pairs)
+        return self._store_all(pairs)
 
     def _store_all(self, pairs: Iterable[NamedTensor]) -> list[str]:
         """Copies one tensor after the other into the engine."""
@@ -275,8 +291,7 @@ class PolicyUpdate:
         """Fingerprints the engine's memory and compares it with what was sent."""
         with _Step(self, "verify"):
             fingerprints = fingerprint_tensors(self._parameters)
-            sent = {name: sent.fingerprint for name, sent in self._sent.items() if sent.fingerprint is not None}
-            wrong = [name for name, value in sent.items() if value != fingerprints[name]]
+            wrong = [name for name, value in self.fingerprints.items() if value != fingerprints[name]]
             if wrong:
                 raise FingerprintMismatchError(f"the engine's memory is not what was sent: {_some(wrong)}")
             stale = self._engine.stale_copies()

@@ -38,9 +38,15 @@ _OWNERS = {
 
 
 class Worker:
-    """Everything on one device. The model's parameters and the KV pool lie in memory that can be given back."""
+    """Everything on one device. The model's parameters and the KV pool lie in memory that can be given back.
 
-    def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
+    `rank` is its number among the engine's workers.
+    """
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None, rank: int = 0
+    ) -> None:
+        self.rank = rank
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.config = config

@@ -137,7 +137,7 @@ class InFlight:
     outputs: list[RequestOutput] = field(default_factory=list)
 
     def __enter__(self) -> InFlight:
-        self._steps = self.llm.engine.counters.num_steps
+        self._steps = self._num_steps()
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._result = self._thread.submit(self.llm.generate, self.prompts, self.params, use_tqdm=False)
         return self
@@ -148,7 +148,10 @@ class InFlight:
 
     def wait_for_steps(self, count: int) -> None:
         """Returns once the engine has made `count` steps since the thread began, while requests are in flight."""
-        deadline = time.monotonic() + 60
-        while self.llm.engine.counters.num_steps < self._steps + count:
+        deadline = time.monotonic() + 240
+        while self._num_steps() < self._steps + count:
             assert time.monotonic() < deadline, "the engine does not step"
             time.sleep(0.0005)
+
+    def _num_steps(self) -> float:
+        return self.llm.get_metrics()["num_steps_total"]

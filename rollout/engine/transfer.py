@@ -1,0 +1,162 @@
+"""Requests between an engine and its worker processes: there as they were asked for, back as they grow.
+
+The same `Request` stands on both sides. The worker's is scheduled and sampled; what happens to it is told by
+`StepOutputs`, which `apply` does to the caller's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from rollout.engine.core import Update
+from rollout.engine.messages import Change, Family, Sample, StepOutputs
+from rollout.request import FinishReason, Request, RequestStatus
+
+_COLUMNS = tuple(map(attrgetter, ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")))
+
+
+def pack_family(leader: Request, handles: Sequence[int]) -> Family:
+    """A leader and its siblings as one message; `handles` has a number for each, the leader's first."""
+    samples = [leader, *leader.siblings]
+    return Family(
+        group_id=leader.group_id,
+        prompt_token_ids=np.array(leader.prompt_token_ids, np.int32).tobytes(),
+        params=leader.params,
+        seed=leader.seed,
+        max_tokens=leader.max_tokens,
+        eos_token_ids=sorted(leader.eos_token_ids),
+        stop_token_ids=sorted(leader.stop_token_ids),
+        priority=leader.priority,
+        arrival=leader.arrival,
+        cache_salt=leader.cache_salt,
+        scores_prompt=leader.scores_prompt,
+        samples=[
+            Sample(handle, sample.request_id, sample.sample_index)
+            for handle, sample in zip(handles, samples, strict=True)
+        ],
+    )
+
+
+def unpack_family(family: Family) -> list[Request]:
+    """The requests of a message, with the first leading the others."""
+    prompt = np.frombuffer(family.prompt_token_ids, np.int32).tolist()
+    requests = [
+        Request(
+            request_id=sample.request_id,
+            group_id=family.group_id,
+            prompt_token_ids=prompt,
+            params=family.params,
+            seed=family.seed,
+            sample_index=sample.sample_index,
+            max_tokens=family.max_tokens,
+            eos_token_ids=frozenset(family.eos_token_ids),
+            stop_token_ids=frozenset(family.stop_token_ids),
+            priority=family.priority,
+            arrival=family.arrival,
+            cache_salt=family.cache_salt,
+            scores_prompt=family.scores_prompt,
+        )
+        for sample in family.samples
+    ]
+    requests[0].siblings = requests[1:]
+    return requests
+
+
+class Reporter:
+    """The worker's side: knows which handle names which request, and what has been told of it."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, int] = {}  # request id -> handle
+        self._requests: dict[int, Request] = {}
+        self._num_spans: dict[int, int] = {}  # handle -> policy spans that were told, once it has begun
+
+    def add(self, handle: int, request: Request) -> None:
+        self._handles[request.request_id] = handle
+        self._requests[handle] = request
+
+    def request(self, handle: int) -> Request | None:
+        """The request of a handle; None where it has ended and that was told."""
+        return self._requests.get(handle)
+
+    def forget(self, request: Request) -> None:
+        """Nothing more is told of this request."""
+        handle = self._handles.pop(request.request_id)
+        del self._requests[handle]
+        self._num_spans.pop(handle, None)
+
+    def outputs(self, updates: Iterable[Update]) -> StepOutputs | None:
+        """The message of these updates, or None where they are of requests that nobody wants to hear of."""
+        known = [(request, token_ids) for request, token_ids in updates if request.request_id in self._handles]
+        if not known:
+            return None
+        handles = [self._handles[request.request_id] for request, _ in known]
+        columns = array("f")
+        for column in _COLUMNS:
+            for request, token_ids in known:
+                values = column(request)
+                columns += values[len(values) - len(token_ids) :]
+        return StepOutputs(
+            handles=np.array(handles, np.int64).tobytes(),
+            counts=np.array([len(token_ids) for _, token_ids in known], np.int32).tobytes(),
+            token_ids=np.array([token_id for _, token_ids in known for token_id in token_ids], np.int32).tobytes(),
+            columns=columns.tobytes(),
+            changes=list(self._changes(known, handles)),
+        )
+
+    def _changes(self, updates: Sequence[Update], handles: Sequence[int]) -> Iterator[Change]:
+        for index, ((request, _), handle) in enumerate(zip(updates, handles, strict=True)):
+            num_spans = len(request.policy_spans)
+            if not request.is_finished and self._num_spans.get(handle) == num_spans:
+                continue
+            self._num_spans[handle] = num_spans
+            yield Change(
+                index=index,
+                num_cached_tokens=request.num_cached_tokens,
+                policy_version=request.policy_version,
+                policy_spans=request.policy_spans,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                prompt_logprobs=request.prompt_logprobs.tobytes() if request.is_finished else b"",
+            )
+            if request.is_finished:
+                self.forget(request)
+
+
+def apply(message: StepOutputs, requests: Mapping[int, Request]) -> Iterator[Update]:
+    """Does to the caller's requests what the message tells, one update at a time, each when it is asked for.
+
+    Updates of requests that are not in `requests`, or have ended, are left out: a stop string was found since.
+    """
+    handles = np.frombuffer(message.handles, np.int64).tolist()
+    ends = np.frombuffer(message.counts, np.int32).cumsum().tolist()
+    token_ids = np.frombuffer(message.token_ids, np.int32).tolist()
+    columns = np.frombuffer(message.columns, np.float32).reshape(4, -1)
+    changes = {change.index: change for change in message.changes}
+    first = 0
+    for index, (handle, end) in enumerate(zip(handles, ends, strict=True)):
+        start, first = first, end
+        request = requests.get(handle)
+        if request is None or request.is_finished:
+            continue
+        new = token_ids[start:end]
+        request.token_ids += new
+        for column, values in zip(_COLUMNS, columns[:, start:end], strict=True):
+            column(request).frombytes(values.tobytes())
+        if index in changes:
+            _apply_change(request, changes[index])
+        yield request, new
+
+
+def _apply_change(request: Request, change: Change) -> None:
+    request.num_cached_tokens = change.num_cached_tokens
+    request.policy_version = change.policy_version
+    request.policy_spans = change.policy_spans
+    if change.finish_reason is not None:
+        request.prompt_logprobs.frombytes(change.prompt_logprobs)
+        request.finish_reason = FinishReason(change.finish_reason)
+        request.stop_reason = change.stop_reason
+        request.status = RequestStatus.FINISHED
