@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -458,13 +459,8 @@ class EngineCore:
         """
         if all(choice is None for choice in choices):
             return [None] * len(choices)
-        manager = self._manager()
-        before = manager.loaded
-        try:
+        with self._changing_adapters() as manager:
             return manager.resolve(choices)
-        finally:
-            if set(manager.loaded) != set(before):
-                self._renew_receipt()
 
     def add_lora(self, request: LoRARequest) -> bool:
         """Reads an adapter from its folder into memory, also where it is there already; returns whether it was not.
@@ -473,16 +469,15 @@ class EngineCore:
         """
         self._check_holds_a_policy()
         is_new = request.lora_int_id not in self.list_loras()
-        self._manager().load(request)
-        self._renew_receipt()
+        with self._changing_adapters() as manager:
+            manager.load(request)
         return is_new
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Forgets an adapter; False where there is none of this number. Raises `ValueError` while it is in use."""
         self._check_holds_a_policy()
-        removed = self._manager().remove(lora_int_id)
-        self._renew_receipt()
-        return removed
+        with self._changing_adapters() as manager:
+            return manager.remove(lora_int_id)
 
     def pin_lora(self, lora_int_id: int) -> bool:
         """Keeps an adapter in memory until it is removed. Raises `ValueError` where there is none of this number."""
@@ -500,6 +495,17 @@ class EngineCore:
 
     def _slots_in_use(self) -> set[int]:
         return {request.adapter_slot for request in self.scheduler.unfinished()} - {-1}
+
+    @contextmanager
+    def _changing_adapters(self) -> Iterator[AdapterManager]:
+        """After the block, also one that failed, the receipt covers the adapters that are in memory then."""
+        manager = self._manager()
+        before = manager.loaded
+        try:
+            yield manager
+        finally:
+            if set(manager.loaded) != set(before):
+                self._renew_receipt()
 
     def _renew_receipt(self) -> None:
         """The receipt covers the adapters that are in memory now, beside the policy of the last update."""

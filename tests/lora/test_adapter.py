@@ -156,7 +156,7 @@ def test_a_folder_says_what_is_missing_or_broken(folder: Path, tmp_path: Path) -
     with pytest.raises(AdapterTensorError, match="is missing: its lora_A came alone"):
         read_folder(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match="adapter_config.json is no JSON"):
+    with pytest.raises(ValueError, match=r"adapter_config.json is no JSON"):
         read_folder(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4}))
     with pytest.raises(AdapterTensorError, match="lora_alpha=None is not valid"):
