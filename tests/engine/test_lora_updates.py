@@ -25,7 +25,7 @@ from rollout.errors import (
 from rollout.lora.memory import AdapterMemory
 from rollout.weights.in_process import merged_tensors
 from rollout.weights.receipt import fingerprint_of
-from tests.support.adapters import peft_model, randomise, saved
+from tests.support.adapters import config_of, peft_model, randomise, saved
 from tests.support.oracle import sampled_reference
 from tests.support.policies import Policies, assert_same_samples, random_prompt
 from tests.support.tiny import make_tiny_llama
@@ -58,13 +58,13 @@ def push_model(llm: LLM, model: PeftModel, folder: Path) -> None:
 
 def push_pairs(llm: LLM, model: PeftModel, folder: Path) -> None:
     with llm.policy_update() as update:
-        update.load_adapter("policy", get_peft_model_state_dict(model), model.peft_config["default"])
+        update.load_adapter("policy", get_peft_model_state_dict(model), config_of(model))
 
 
 def push_generator(llm: LLM, model: PeftModel, folder: Path) -> None:
     named = ((f"module.{name}", p) for name, p in model.named_parameters() if ".lora_" in name)
     with llm.policy_update() as update:
-        update.load_adapter("policy", named, model.peft_config["default"].to_dict())
+        update.load_adapter("policy", named, config_of(model).to_dict())
 
 
 def push_folder(llm: LLM, model: PeftModel, folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_trainer_may_change_its_tensors_right_after_load_adapter(folder: Pat
         yield from get_peft_model_state_dict(model).items()
 
     with llm.policy_update() as update:
-        update.load_adapter("policy", gathered(), model.peft_config["default"])
+        update.load_adapter("policy", gathered(), config_of(model))
         randomise(model, 2)
     assert_is(kept, llm)
 
@@ -270,7 +270,7 @@ def test_a_bad_adapter_is_refused_before_anything_is_written_and_the_old_one_ser
     pairs, of = bad(model)
     error, message = BAD[bad]
     with pytest.raises(error, match=message) as raised, llm.policy_update() as update:
-        update.load_adapter("policy", pairs, of.peft_config["default"])
+        update.load_adapter("policy", pairs, config_of(of))
     assert "the old policy stays" in raised.value.__notes__[0]
     assert llm.verify() is receipt and llm.policy_version == 1
     assert_same_samples(llm.generate([PROMPT], PARAMS, lora_request="policy"), before)
@@ -368,7 +368,7 @@ def test_shared_weights_stay_shared_over_adapter_updates(folder: Path) -> None:
 
 def test_an_update_that_is_misused_says_how_to_use_it(folder: Path) -> None:
     llm, model = engine(folder, max_loras=2), peft_model(folder, 1)
-    pairs, config = get_peft_model_state_dict(model), model.peft_config["default"]
+    pairs, config = get_peft_model_state_dict(model), config_of(model)
 
     def refused(match: str, *arguments: Any, error: type[Exception] = AdapterTensorError, **keywords: Any) -> None:
         with pytest.raises(error, match=match), llm.policy_update() as update:

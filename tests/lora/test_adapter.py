@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer, LoraModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rollout.errors import AdapterTensorError, DuplicateTensorError, TensorKindError, TensorShapeError
 from rollout.lora.adapter import Adapter, from_pairs, from_peft_model, read_folder
-from tests.support.adapters import ALL_LINEAR, peft_model
+from tests.support.adapters import ALL_LINEAR, config_of, peft_model
 from tests.support.tiny import make_tiny_llama
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -56,13 +57,13 @@ def test_model_folder_and_pairs_give_one_adapter_with_the_models_own_scales(
     model.save_pretrained(str(tmp_path))
     adapter = from_peft_model(model)
     assert_same(adapter, read_folder(tmp_path))
-    assert_same(adapter, from_pairs(get_peft_model_state_dict(model), model.peft_config["default"]))
+    assert_same(adapter, from_pairs(get_peft_model_state_dict(model), config_of(model)))
     named = [(f"module._orig_mod.{name}", tensor) for name, tensor in model.named_parameters() if ".lora_" in name]
-    assert_same(adapter, from_pairs(named, model.peft_config["default"].to_dict()))
+    assert_same(adapter, from_pairs(named, config_of(model).to_dict()))
     assert_same(adapter, from_peft_model(nn.Sequential(model)))
     for name, part in adapter.modules.items():
-        layer: Any = model.get_submodule(f"base_model.model.{name}")
-        assert part.scale == layer.scaling["default"]
+        layer = model.base_model.get_submodule(f"model.{name}")
+        assert isinstance(layer, LoraLayer) and part.scale == layer.scaling["default"]
 
 
 def test_one_of_several_adapters_of_a_model_can_be_named(folder: Path) -> None:
@@ -72,6 +73,7 @@ def test_one_of_several_adapters_of_a_model_can_be_named(folder: Path) -> None:
     assert len(from_peft_model(model, "other").modules) == 2
     with pytest.raises(AdapterTensorError, match=r"adapter='x' is not valid: the model has \['default', 'other'\]"):
         from_peft_model(model, "x")
+    assert isinstance(model.base_model, LoraModel)
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(AdapterTensorError, match="2 adapters are active"):
         from_peft_model(model)

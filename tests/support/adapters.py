@@ -32,6 +32,13 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
+def config_of(model: PeftModel) -> LoraConfig:
+    """The configuration of the adapter that `peft_model` gave the model."""
+    config = model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
+    return config
+
+
 def saved(model: PeftModel, folder: Path, name: str, number: int) -> LoRARequest:
     """The adapter as a folder that PEFT has written, and the request that names it."""
     model.save_pretrained(str(folder / name))
