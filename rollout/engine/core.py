@@ -339,8 +339,8 @@ class EngineCore:
     def _fall_asleep(self, level: int, mode: str) -> SleepReport:
         if level == 2 and self._slots_in_use():
             raise ValueError(
-                f"mode={mode!r} is not valid at level=2 while requests with LoRA adapters are unfinished, since it drops "
-                "the adapters: use 'wait' or 'abort', or level=1"
+                f"mode={mode!r} is not valid at level=2 while requests with LoRA adapters are unfinished, since it "
+                "drops the adapters: use 'wait' or 'abort', or level=1"
             )
         if mode == "recompute":
             self.scheduler.preempt_all()

@@ -228,7 +228,7 @@ def _checked_fields(config: LoraConfig | Mapping[str, Any]) -> Mapping[str, Any]
     if initialisation not in _PLAIN_INITIALISATIONS:
         raise AdapterTensorError(
             f"init_lora_weights={initialisation!r} is not supported: it changes the base weights too, so the adapter "
-            "alone is not the policy; send the merged weights (rollout.weights.in_process.merged_tensors(model))"
+            "alone is not the policy; send the merged weights (rollout.weights.trainer_tensors.policy_tensors(model))"
         )
     return fields
 

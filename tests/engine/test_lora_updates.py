@@ -23,7 +23,6 @@ from rollout.errors import (
     UnknownTensorError,
 )
 from rollout.lora.memory import AdapterMemory
-from rollout.weights.in_process import merged_tensors
 from rollout.weights.receipt import fingerprint_of
 from tests.support.adapters import config_of, peft_model, randomise, saved
 from tests.support.oracle import sampled_reference
@@ -167,7 +166,7 @@ def test_adapter_and_merged_weights_give_the_same_policy_and_the_trainers_base_n
     with by_adapter.policy_update() as update:
         update.load_adapter("policy", model)
     with merged.policy_update() as update:
-        update.load(merged_tensors(model))
+        update.load(model)
     one = by_adapter.generate([PROMPT], PARAMS, lora_request="policy")[0].outputs[0]
     other = merged.generate([PROMPT], PARAMS)[0].outputs[0]
     assert one.token_ids == other.token_ids

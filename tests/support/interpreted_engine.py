@@ -26,8 +26,6 @@ from rollout.worker.graphs import DecodeGraphs
 # Bytes of 7 blocks (of 8 tokens, in tiles of 16) of one layer: keys and values, 2 heads of 16 float32 values.
 _TINY_POOL = 7 * 16 * 2 * 2 * 16 * 4
 CONFIG = {"r": 4, "lora_alpha": 8}
-REFERENCE = {"kernels": "reference"}
-EAGER = {"enforce_eager": True, "max_num_batched_tokens": 13}
 ENGINE: dict[str, Any] = {"block_size": 8, "max_num_seqs": 12, "kv_cache_memory": "4MiB", "max_model_len": 96}
 
 
@@ -199,7 +197,8 @@ def with_adapters(folder: Path) -> dict[str, Any]:
         return plain(llm.generate(batch, params, lora_request=choices, use_tqdm=False))
 
     options: dict[str, Any] = ENGINE | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    reference, eager = (LLM(folder, **options, **more) for more in (REFERENCE, {"kernels": "triton", **EAGER}))
+    reference = LLM(folder, **(options | {"kernels": "reference"}))
+    eager = LLM(folder, **(options | {"kernels": "triton", "enforce_eager": True, "max_num_batched_tokens": 13}))
     with cuda_like():
         llm = LLM(folder, kernels="triton", **(options | {"kv_cache_memory": None, "max_num_batched_tokens": 48}))
     for engine in (reference, eager, llm):
