@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollout.config import EngineConfig
     from rollout.diagnosis import Cause, Diagnosis, SampleRecord, diagnose
     from rollout.llm import LLM, generate
+    from rollout.lora.request import LoRARequest
     from rollout.models.registry import ModelRegistry
     from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
     from rollout.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ __all__ = [
     "CompletionOutput",
     "Diagnosis",
     "EngineConfig",
+    "LoRARequest",
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
@@ -42,6 +44,7 @@ _MODULES = {
     "CompletionOutput": "rollout.outputs",
     "Diagnosis": "rollout.diagnosis",
     "EngineConfig": "rollout.config",
+    "LoRARequest": "rollout.lora.request",
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",

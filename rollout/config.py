@@ -33,6 +33,7 @@ class EngineConfig:
     `quantization="int8"` computes matrix products with int8 copies of the weights, made anew by every policy update:
     faster, with logprobs of the rounded weights (`docs/quantization.md`); a trainer's own, from the weights themselves,
     differ from them and need a correction (`rollout_trainers.corrections`). CPU only.
+    `enable_lora` makes room for `max_loras` LoRA adapters of ranks up to `max_lora_rank` (`docs/lora.md`).
     `num_threads` sets the threads of torch and of the kernels, for the whole process.
     `data_parallel_size` above 1 runs so many copies of the engine, each in a process of its own, which share the
     requests. `num_threads`, `kv_cache_memory` and `swap_space` are of each; without `num_threads` they share the
@@ -57,6 +58,9 @@ class EngineConfig:
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     enforce_eager: bool = False
     quantization: Literal["int8"] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     num_threads: int | None = None
     data_parallel_size: int = 1
     seed: int = 0
@@ -76,7 +80,8 @@ class EngineConfig:
                 f"quantization={self.quantization!r} is not supported with device={self.device!r} and "
                 f"kernels={self.kernels!r}: only on the CPU"
             )
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size"):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+        for field in (*sizes, "data_parallel_size", "max_loras", "max_lora_rank"):
             _check_positive(self, field)
         for field in ("max_model_len", "num_threads"):
             if getattr(self, field) is not None:
@@ -99,8 +104,17 @@ class EngineConfig:
             )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ValueError("swap_space=0 is not valid with preemption_mode='swap': give it bytes, e.g. '1GiB'")
-        if not isinstance(self.enforce_eager, bool):
-            raise ValueError(f"enforce_eager={self.enforce_eager!r} is not valid: it must be True or False")
+        for field in ("enforce_eager", "enable_lora"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}={getattr(self, field)!r} is not valid: it must be True or False")
+        if self.enable_lora and self.data_parallel_size > 1:
+            raise ValueError(
+                f"enable_lora=True is not supported with data_parallel_size={self.data_parallel_size}: leave that at 1"
+            )
+        if not self.enable_lora:
+            for field, default in (("max_loras", 1), ("max_lora_rank", 16)):
+                if getattr(self, field) != default:
+                    raise ValueError(f"{field}={getattr(self, field)} is not used with enable_lora=False: switch it on")
         if self.trust_remote_code:
             raise ValueError("trust_remote_code=True is not supported: register the architecture with ModelRegistry")
 

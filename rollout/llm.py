@@ -21,6 +21,8 @@ from rollout.engine.delivery import Delivery
 from rollout.engine.interface import Engine, make_engine
 from rollout.engine.profile import StepProfile
 from rollout.errors import WorkerDiedError
+from rollout.lora.manager import LoadedAdapter
+from rollout.lora.request import LoRARequest, one_each
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
 from rollout.models.loader import iterate_checkpoint, read_config
@@ -36,6 +38,7 @@ from rollout.weights.transaction import PolicyUpdate
 from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 
 OnInvalid = Literal["raise", "return"]
+LoRAChoice = LoRARequest | str | None  # an adapter, or the name of one in memory
 
 
 class LLM:
@@ -85,22 +88,25 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
         on_invalid: OnInvalid = "raise",
     ) -> list[RequestOutput]:
         """Samples completions; outputs come in the order of the prompts.
 
         A prompt is text, a list of token ids, a conversation (a list of messages), or a dict with "prompt",
         "prompt_token_ids" or "messages". `sampling_params` is one for all or one a prompt. `priority` (lower first)
-        counts under the priority policy. `use_tqdm` of None shows progress on a terminal.
+        counts under the priority policy. `lora_request`, one for all or one a prompt, is the LoRA adapter to sample
+        with: a `LoRARequest`, or the name of an adapter in memory. `use_tqdm` of None shows progress on a terminal.
 
         Every prompt is checked before any is scheduled. A bad one raises `ValueError` naming its index; with
-        `on_invalid="return"` it yields an output with `error` set and the others run. Raises `EngineAsleepError`,
+        `on_invalid="return"` it yields an output with `error` set and the others run. An adapter that is not known or
+        cannot be applied raises `ValueError` in any case. Raises `EngineAsleepError`,
         `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
         """
         items = split_prompts(prompts)
         params, priorities = _params_each(sampling_params, len(items)), self._priorities(priority, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
-        return self._run(encoded, params, priorities, use_tqdm, on_invalid)
+        return self._run(encoded, params, priorities, one_each(lora_request, len(items)), use_tqdm, on_invalid)
 
     def enqueue(
         self,
@@ -108,6 +114,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
     ) -> list[str]:
         """Queues prompts like `generate` and returns their request ids at once. `step` or `wait_for_completion` runs
         them."""
@@ -115,7 +122,7 @@ class LLM:
         params, priorities = _params_each(sampling_params, len(items)), self._priorities(priority, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         with self._lock:
-            groups, _ = self._admit(encoded, params, priorities, "raise")
+            groups, _ = self._admit(encoded, params, priorities, one_each(lora_request, len(items)), "raise")
             self._enqueued.update((group.group_id, group) for group in groups.values())
             return [group.group_id for group in groups.values()]
 
@@ -160,6 +167,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
         on_invalid: OnInvalid = "raise",
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
@@ -178,13 +186,15 @@ class LLM:
             )
             return Prompt(ids)
 
-        return self._run(self._encode(items, encode), params, [0] * len(items), use_tqdm, on_invalid)
+        adapters = one_each(lora_request, len(items))
+        return self._run(self._encode(items, encode), params, [0] * len(items), adapters, use_tqdm, on_invalid)
 
     def score(
         self,
         token_ids: Sequence[int] | Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
     ) -> list[ScoreOutput]:
         """Log-probabilities of given tokens, each given those before it: raw, temperature 1.
 
@@ -194,13 +204,16 @@ class LLM:
         """
         items = split_prompts(token_ids)
         prompts = self._encode(items, lambda item: encode_prompt(item, None))
+        choices = one_each(lora_request, len(items))
         with self._lock:
-            requests = []
             for index, prompt in enumerate(prompts):
                 problem = prompt.error or self._problem(prompt, None)
                 if problem is not None:
                     raise ValueError(f"token_ids[{index}]: {problem}")
-                requests += self._make_requests(prompt, SamplingParams(), 0, scores=True)
+            self._engine.check_ready()
+            requests = []
+            for prompt, adapter in zip(prompts, self._engine.adapters_for(choices), strict=True):
+                requests += self._make_requests(prompt, SamplingParams(), 0, adapter, scores=True)
             groups = self._submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
         self._wait(groups, use_tqdm, "Scoring")
         outputs = []
@@ -272,6 +285,8 @@ class LLM:
                 update.load(policy.named_parameters())
             print(update.receipt)
 
+        `update.load_adapter(name, peft_model)` replaces a LoRA adapter alone.
+
         See `PolicyUpdate` for the modes and for `roll_back`. While it lasts, `generate` raises `EngineAsleepError`; one
         that waits for requests which the update keeps goes on waiting.
         """
@@ -315,6 +330,7 @@ class LLM:
         taken and cached blocks become unreachable. Until then `generate` raises `StaleWeightsError` (changes through
         `tensor.data` may go unseen: `verify()` reads every byte). Change parameters in place: one that is replaced, or
         given other memory, is refused by `generate`, `verify` and `policy_update`, since the kernels know the memory.
+        LoRA adapters are not part of this module: its own forward pass computes the policy without any.
         """
         with self._lock:
             return self._engine.shared_model()
@@ -334,6 +350,29 @@ class LLM:
         """Calls a method of every worker, or a callable that gets the worker first; results in rank order."""
         with self._lock:
             return self._engine.collective_rpc(method, timeout, args, kwargs or {})
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads a LoRA adapter from its folder into memory, anew where it is there; returns whether it was not.
+
+        Raises `ValueError` for a folder that cannot be applied, where there is no room, and while it is in use.
+        """
+        with self._lock:
+            return self.engine.add_lora(lora_request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets an adapter; False where there is none of this number. Raises `ValueError` while it is in use."""
+        with self._lock:
+            return self.engine.remove_lora(lora_int_id)
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keeps an adapter from making room for others. Raises `ValueError` where there is none of this number."""
+        with self._lock:
+            return self.engine.pin_lora(lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """Numbers of the adapters in memory."""
+        with self._lock:
+            return self.engine.list_loras()
 
     def memory_ledger(self) -> LedgerReport:
         """Who holds which bytes."""
@@ -405,11 +444,12 @@ class LLM:
         prompts: list[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
+        choices: Sequence[LoRAChoice],
         use_tqdm: bool | None,
         on_invalid: OnInvalid,
     ) -> list[RequestOutput]:
         with self._lock:
-            groups, refused = self._admit(prompts, params, priorities, on_invalid)
+            groups, refused = self._admit(prompts, params, priorities, choices, on_invalid)
         with self._outputs_in_errors(groups.values()):
             self._wait(list(groups.values()), use_tqdm, "Generating")
         outputs = refused | {index: group.output(self._tokenizer) for index, group in groups.items()}
@@ -429,19 +469,21 @@ class LLM:
         prompts: list[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
+        choices: Sequence[LoRAChoice],
         on_invalid: OnInvalid,
     ) -> tuple[dict[int, Group], dict[int, RequestOutput]]:
         """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index."""
         if on_invalid not in ("raise", "return"):
             raise ValueError(f"on_invalid={on_invalid!r} is not valid: it must be 'raise' or 'return'")
         self._engine.check_ready()
+        adapters = self._engine.adapters_for(choices)
         refused: dict[int, RequestOutput] = {}
         families: dict[int, tuple[Prompt, list[Request]]] = {}
         for index, prompt in enumerate(prompts):
             problem = prompt.error or self._problem(prompt, params[index])
             requests: list[Request] = []
             if problem is None:
-                requests = self._make_requests(prompt, params[index], priorities[index])
+                requests = self._make_requests(prompt, params[index], priorities[index], adapters[index])
                 problem = self._unfit(requests)
             if problem is None:
                 families[index] = (prompt, requests)
@@ -460,7 +502,12 @@ class LLM:
         return None
 
     def _make_requests(
-        self, prompt: Prompt, params: SamplingParams, priority: int, scores: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        adapter: LoadedAdapter | None = None,
+        scores: bool = False,
     ) -> list[Request]:
         """The samples of one prompt, the first leading the others."""
         number = next(self._numbers)
@@ -482,6 +529,9 @@ class LLM:
                 arrival=number,
                 cache_salt=prompt.cache_salt,
                 scores_prompt=scores,
+                lora_request=None if adapter is None else adapter.request,
+                adapter_slot=-1 if adapter is None else adapter.slot,
+                adapter_key=None if adapter is None else adapter.key,
             )
             for index in range(params.n)
         ]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout.lora.request import LoRARequest
+
 
 class PolicyVersionSpan(NamedTuple):
     """Output tokens `start` to `end` (exclusive) were sampled by policy `version`.
@@ -82,6 +84,7 @@ class RequestOutput:
     receipt_id: str | None = None
     error: str | None = None
     receipt_ids: dict[int, str] = field(default_factory=dict)
+    lora_request: LoRARequest | None = None  # the adapter that it was sampled with
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+from rollout.lora.request import LoRARequest
 from rollout.sampling_params import SamplingParams
 
 
@@ -51,6 +52,9 @@ class Request:
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; given by the scheduler's add and kept
     cache_salt: str | None = None
     scores_prompt: bool = False  # return the logprob of every prompt token
+    lora_request: LoRARequest | None = None
+    adapter_slot: int = -1  # where its adapter lies, which stays there while the request is unfinished; -1 for none
+    adapter_key: str | None = None  # the adapter's name and content, part of every block's hash
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output
     num_computed_tokens: int = 0

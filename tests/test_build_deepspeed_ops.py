@@ -14,13 +14,13 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "build_deepspeed_ops.
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> ModuleType:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script with a folder of its own, in which the operation is built."""
     spec = importlib.util.spec_from_file_location("build_deepspeed_ops", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.FOLDER = tmp_path / "ops"
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "ops")
     operation = module.FOLDER / module.OPERATION
     operation.mkdir(parents=True)
     (operation / f"{module.OPERATION}.so").write_bytes(b"")
@@ -32,7 +32,8 @@ def test_what_is_built_is_used_once_nobody_holds_its_lock(script: ModuleType, ag
     lock = script.FOLDER / script.OPERATION / "lock"
     if age is not None:
         lock.touch()
-        os.utime(lock, (time.time() - age,) * 2)
+        then = time.time() - age
+        os.utime(lock, (then, then))
     assert script.build() == lock.with_name(f"{script.OPERATION}.so")
     assert not lock.exists()
 

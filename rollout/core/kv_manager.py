@@ -34,7 +34,8 @@ class KVManager:
         self._requests: dict[str, RequestBlocks] = {}
         self._copy_holds: Counter[int] = Counter()  # block id -> holds as a copy's source, until the step is done
         self._policy_version = 0
-        self._roots: dict[str | None, bytes] = {}  # cache salt -> root hash, under the current policy
+        # (adapter, cache salt) -> root hash, under the current policy
+        self._roots: dict[tuple[str | None, str | None], bytes] = {}
 
     def block_ids(self, request: Request) -> list[int]:
         """The request's block table; the caller does not change it."""
@@ -49,7 +50,7 @@ class KVManager:
         known = entry.hashes
         if len(known) < num_blocks:
             size = self.block_size
-            parent = known[-1] if known else self._root(request.cache_salt)
+            parent = known[-1] if known else self._root(request)
             for start in range(len(known) * size, num_blocks * size, size):
                 parent = chained_hash(parent, request.token_ids[start : start + size])
                 known.append(parent)
@@ -255,10 +256,11 @@ class KVManager:
             entry = self._requests[request.request_id] = RequestBlocks()
         return entry
 
-    def _root(self, cache_salt: str | None) -> bytes:
-        root = self._roots.get(cache_salt)
+    def _root(self, request: Request) -> bytes:
+        extras = (request.adapter_key, request.cache_salt)
+        root = self._roots.get(extras)
         if root is None:
-            root = self._roots[cache_salt] = root_hash(self._policy_version, None, cache_salt)
+            root = self._roots[extras] = root_hash(self._policy_version, *extras)
         return root
 
     def _take_hits(self, entry: RequestBlocks, hits: list[Block]) -> None:

@@ -203,7 +203,9 @@ class Planner:
         targets = tokens[start + 1 : min(end + 1, request.num_prompt_tokens)] if self._wants_scores(request) else []
         sequences = step.plan.sequences
         block_ids = self.kv.block_ids(request).copy()
-        sequences.append(ScheduledSequence(request.request_id, start, tokens[start:end], block_ids, targets))
+        sequences.append(
+            ScheduledSequence(request.request_id, start, tokens[start:end], block_ids, targets, request.adapter_slot)
+        )
         step.requests.append(request)
         step.budget -= num_new
         if end == len(tokens) and request.max_tokens > 0:

@@ -36,6 +36,7 @@ class ScheduledSequence:
     # Scoring: the known token after each scheduled token (the last may be missing at the end of the prompt). Empty
     # unless the request scores its prompt.
     target_token_ids: list[int] = field(default_factory=list)
+    adapter_slot: int = -1  # where its LoRA adapter lies, -1 for none
 
 
 @dataclass(slots=True)

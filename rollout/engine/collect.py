@@ -67,6 +67,7 @@ class Group:
             policy_version=max(versions),
             receipt_id=self.receipt_ids.get(max(versions)),
             receipt_ids={version: self.receipt_ids[version] for version in sorted(versions & self.receipt_ids.keys())},
+            lora_request=leader.lora_request,
         )
 
     def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:

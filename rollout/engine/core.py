@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,14 @@ from rollout.errors import (
     WeightsNotLoadedError,
 )
 from rollout.executor.in_process import InProcessExecutor
+from rollout.lora.manager import AdapterManager, LoadedAdapter
+from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
 from rollout.weights.guard import SharedWeightsGuard, shared_versions
 from rollout.weights.placement import Placement
-from rollout.weights.receipt import Receipt, make_receipt, verify_receipt
+from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
 from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode
 from rollout.weights.transaction import PolicyUpdate
 from rollout.weights.undo import UndoLog
@@ -109,6 +111,8 @@ class EngineCore:
                 preemption_mode=config.preemption_mode,
             )
         )
+        memory = self._worker.adapters
+        self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
         self.counters = EngineCounters()
         self.deliver: Callable[[Iterable[Update]], None] = self._deliver_later
         self._ended_between_steps: list[Update] = []
@@ -155,6 +159,17 @@ class EngineCore:
                 "the engine's weights were changed outside a policy update since the last receipt: run a policy_update "
                 "that covers every parameter, or reload_weights()"
             )
+
+    def _check_holds_a_policy(self) -> None:
+        """Raises the error that says why the weights are no policy beside which adapters could be put."""
+        if self._pause is not None:
+            raise PolicyUpdateError("a policy update is open: load adapters with it, or after it has ended")
+        if self._unusable is not None:
+            raise EngineUnusableError(f"the engine is unusable: {self._unusable}")
+        if "weights" in self._asleep:
+            raise EngineAsleepError("the weights sleep: call wake_up(['weights']) before changing adapters")
+        if not self._weights_loaded:
+            raise WeightsNotLoadedError("the weights hold no policy: run a policy_update, or reload_weights(), first")
 
     def _obstacle(self) -> RolloutError | None:
         """Why no step may run before somebody has done something about it: the requests in flight are held."""
@@ -274,7 +289,11 @@ class EngineCore:
         obstacle = self._copies_obstacle()
         if obstacle is not None:
             raise obstacle
-        verify_receipt(self._receipt, self.parameters(), self.tied(), self.buffers(), self.copies())
+        adapters = {} if self._adapters is None else self._adapters.tensors()
+        verify_receipt(self._receipt, self.parameters(), self.tied(), self.buffers(), self.copies(), adapters)
+        dirty = [] if self._adapters is None else self._adapters.dirty()
+        if dirty:
+            raise StaleWeightsError(f"{len(dirty)} layers hold values beside their adapter (first: {dirty[0]})")
         stale = self.stale_copies()
         if stale:
             raise StaleWeightsError(f"{len(stale)} int8 copies are not those of the weights (first: {stale[0]})")
@@ -344,6 +363,11 @@ class EngineCore:
                 self.flush()
 
     def _fall_asleep(self, level: int, mode: str) -> SleepReport:
+        if level == 2 and self._slots_in_use():
+            raise ValueError(
+                f"mode={mode!r} is not valid at level=2 while requests with LoRA adapters are unfinished, since it "
+                "drops the adapters: use 'wait' or 'abort', or level=1"
+            )
         if mode == "recompute":
             self.scheduler.preempt_all()
         if level == 0:
@@ -356,6 +380,9 @@ class EngineCore:
         self._asleep |= self._worker.sleeping_tags(level, self._weights_shared)
         if "weights" in self._asleep:
             self._weights_loaded = False
+        if level == 2 and self._adapters is not None:
+            self._adapters.drop_all()
+            self._renew_receipt()
         return self._worker.sleep(level, keep_weights=self._weights_shared)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
@@ -448,6 +475,81 @@ class EngineCore:
         quantized = self._worker.quantized
         return {} if quantized is None else quantized.tensors()
 
+    def adapters(self) -> AdapterManager | None:
+        return self._adapters
+
+    def adapters_for(self, choices: Sequence[LoRARequest | str | None]) -> list[LoadedAdapter | None]:
+        """The adapter of each request, read from its folder where it is not in memory.
+
+        Raises `ValueError` for an adapter that is not known or cannot be applied, and where `max_loras` do not suffice.
+        """
+        if all(choice is None for choice in choices):
+            return [None] * len(choices)
+        with self._changing_adapters() as manager:
+            return manager.resolve(choices)
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """Reads an adapter from its folder into memory, also where it is there already; returns whether it was not.
+
+        Raises `ValueError` for a folder that cannot be applied, where there is no room, and while it is in use.
+        """
+        self._check_holds_a_policy()
+        is_new = request.lora_int_id not in self.list_loras()
+        with self._changing_adapters() as manager:
+            manager.load(request)
+        return is_new
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets an adapter; False where there is none of this number. Raises `ValueError` while it is in use."""
+        self._check_holds_a_policy()
+        with self._changing_adapters() as manager:
+            return manager.remove(lora_int_id)
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keeps an adapter in memory until it is removed. Raises `ValueError` where there is none of this number."""
+        self._manager().pin(lora_int_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """Numbers of the adapters in memory."""
+        return {adapter.request.lora_int_id for adapter in self._manager().loaded}
+
+    def _manager(self) -> AdapterManager:
+        if self._adapters is None:
+            raise ValueError("enable_lora=False is not valid for requests with adapters: switch it on")
+        return self._adapters
+
+    def _slots_in_use(self) -> set[int]:
+        return {request.adapter_slot for request in self.scheduler.unfinished()} - {-1}
+
+    @contextmanager
+    def _changing_adapters(self) -> Iterator[AdapterManager]:
+        """After the block, also one that failed, the receipt covers the adapters that are in memory then."""
+        manager = self._manager()
+        before = manager.loaded
+        try:
+            yield manager
+        finally:
+            if set(manager.loaded) != set(before):
+                self._renew_receipt()
+
+    def _renew_receipt(self) -> None:
+        """The receipt covers the adapters that are in memory now, beside the policy of the last update."""
+        assert self._receipt is not None
+        parameters = dict(self.parameters())
+        tied = {name: parameters[target] for name, target in self.tied().items()}
+        tensors = parameters | tied | dict(self.buffers()) | dict(self.copies())
+        self._receipt = with_adapters(self._receipt, tensors, self._manager().tensors())
+
+    def _bind_adapters(self) -> None:
+        """Requests that outlive an update go on with what their adapter is now; the next hashes are under its key."""
+        if self._adapters is None:
+            return
+        key_at = {adapter.slot: adapter.key for adapter in self._adapters.loaded}
+        for request in self.scheduler.unfinished():
+            if request.adapter_slot >= 0:
+                request.adapter_key = key_at[request.adapter_slot]
+
     def stale_copies(self) -> list[str]:
         quantized = self._worker.quantized
         return [] if quantized is None else quantized.stale()
@@ -469,6 +571,7 @@ class EngineCore:
 
     def _take_version(self, version: int) -> None:
         assert self._pause is not None
+        self._bind_adapters()
         keep = self._pause.mode == "keep"
         if not keep:
             self.scheduler.preempt_all()

@@ -12,6 +12,8 @@ from rollout.engine.core import EngineCore, Update
 from rollout.engine.lock import FairLock
 from rollout.engine.profile import StepProfile
 from rollout.engine.replicas import EngineReplicas
+from rollout.lora.manager import LoadedAdapter
+from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
@@ -57,6 +59,8 @@ class Engine(Protocol):
     def check_ready(self) -> None: ...
 
     def check_fits(self, request: Request) -> None: ...
+
+    def adapters_for(self, choices: Sequence[LoRARequest | str | None]) -> list[LoadedAdapter | None]: ...
 
     def add(self, requests: Iterable[Request]) -> None: ...
 

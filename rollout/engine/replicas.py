@@ -55,6 +55,8 @@ from rollout.errors import (
     StaleWeightsError,
     WorkerDiedError,
 )
+from rollout.lora.manager import LoadedAdapter
+from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineSnapshot
 from rollout.models.registry import ModelRegistry
 from rollout.platform.replicas import replica_settings
@@ -170,6 +172,12 @@ class EngineReplicas:
 
     def check_fits(self, request: Request) -> None:
         check_fits(request, self._limits)
+
+    def adapters_for(self, choices: Sequence[LoRARequest | str | None]) -> list[LoadedAdapter | None]:
+        """None for each request: raises `ValueError` for one that names an adapter, which only one engine can have."""
+        if any(choice is not None for choice in choices):
+            raise ValueError(f"lora_request is not supported with data_parallel_size={self.config.data_parallel_size}")
+        return [None] * len(choices)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests, each leader with its siblings on the rank that has least to do. All or none."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rollout_kernels
+from rollout.layers.lora import LowRankWeights
 
 Int8Weight = rollout_kernels.Int8Weight
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -52,13 +53,22 @@ class Linear(nn.Module):
         super().__init__()
         self.out_dtype = out_dtype
         self.int8: Int8Weight | None = None  # the engine's copy of the weight, where it quantises
+        self.lora: LowRankWeights | None = None  # the engine's adapters, where it has memory for them
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
         bias_tensor = torch.empty(out_features, dtype=dtype) if bias else None
         self.bias = nn.Parameter(bias_tensor, requires_grad=False) if bias_tensor is not None else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, out_features]."""
-        return multiply(x, self.weight, self.bias, self.out_dtype, self.int8)
+    def forward(self, x: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features], each row with its adapter (int32 [T], -1: none)."""
+        out = multiply(x, self.weight, self.bias, self.out_dtype, self.int8)
+        if adapter_ids is not None:
+            self.add_adapters(out, x, adapter_ids)
+        return out
+
+    def add_adapters(self, out: torch.Tensor, x: torch.Tensor, adapter_ids: torch.Tensor) -> None:
+        """Adds each row's adapter to `out`, the product of `x`, in place."""
+        assert self.lora is not None, "rows name adapters, and the engine has no memory for any"
+        self.lora.add_to(out, x, adapter_ids)
 
 
 class MergedLinear(nn.Module):
@@ -99,10 +109,10 @@ class MergedLinear(nn.Module):
             return False
         return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_and_mul(self, x: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
         """For the two parts gate and up: silu(gate(x)) * up(x), [T, in_features] -> [T, out_features of one]."""
-        if not self.is_one_product:
-            return rollout_kernels.silu_and_mul(self(x))
+        if adapter_ids is not None or not self.is_one_product:
+            return rollout_kernels.silu_and_mul(self(x, adapter_ids))
         assert self.fused_weight is not None
         return rollout_kernels.linear_silu_and_mul(x, self.fused_weight, self.fused_bias)
 
@@ -113,8 +123,16 @@ class MergedLinear(nn.Module):
         assert self.fused_weight is not None
         return rollout_kernels.linear_rotary(x, self.fused_weight, self.fused_bias, positions, cos_sin, rotated_columns)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, sum of the parts' out_features]."""
+    def forward(self, x: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, in_features] -> [T, sum of the parts' out_features], each row with its adapter."""
+        out = self._product(x)
+        if adapter_ids is not None:
+            widths = [part.weight.shape[0] for part in self.parts]
+            for part, columns in zip(self.parts, out.split(widths, dim=-1), strict=True):
+                part.add_adapters(columns, x, adapter_ids)
+        return out
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused_weight is None or torch.is_grad_enabled():
             weights = [part.weight for part in self.parts]
             biases = [part.bias for part in self.parts if part.bias is not None]

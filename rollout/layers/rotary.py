@@ -87,15 +87,24 @@ class RotaryEmbedding(nn.Module):
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
     def project(
-        self, projection: MergedLinear, x: torch.Tensor, positions: torch.Tensor, num_heads: int, num_kv_heads: int
+        self,
+        projection: MergedLinear,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        adapter_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D] of x [T, hidden], q and k rotated; in inference by the product itself."""
+        """q [T, Hq, D], k and v [T, Hkv, D] of x [T, hidden], q and k rotated; in inference by the product itself.
+
+        Where rows have adapters (int32 [T], -1: none) the rotation follows on its own, with the same bits.
+        """
         queries, keys = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        together = projection.is_one_product
+        together = projection.is_one_product and adapter_ids is None
         if together:
             qkv = projection.forward_rotated(x, positions, self.cos_sin, queries + keys)
         else:
-            qkv = projection(x)
+            qkv = projection(x, adapter_ids)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split((queries, keys, keys), dim=-1))
         if not together:
             q, k = self(q, k, positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -31,8 +31,10 @@ class CausalLM(nn.Module, ABC):
 
     Parameters are named as in the checkpoint. `tied_names` maps names that a checkpoint or a trainer may also use to
     the parameter that holds their values. `int8` is the engine's copy of `output_weight`, where it quantises.
+    `supports_lora` says that the forward pass hands `ForwardBatch.adapter_ids` to its linear layers.
     """
 
+    supports_lora: ClassVar[bool] = False
     shape: ModelShape
     tied_names: dict[str, str]
     int8: Int8Weight | None = None

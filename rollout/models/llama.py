@@ -83,8 +83,8 @@ class LlamaAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, only: LastRows | None
     ) -> torch.Tensor:
-        q, k, v = self.rotary[0].project(self.qkv, x, positions, self.num_heads, self.num_kv_heads)
-        return self.o_proj(self.attention(q, k, v, batch, only).flatten(1))
+        q, k, v = self.rotary[0].project(self.qkv, x, positions, self.num_heads, self.num_kv_heads, batch.adapter_ids)
+        return self.o_proj(self.attention(q, k, v, batch, only).flatten(1), batch.adapters_of(only))
 
 
 class LlamaMLP(nn.Module):
@@ -96,8 +96,8 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(intermediate, hidden, dtype, bias, out_dtype=torch.float32)
         self.gate_up = MergedLinear(self.gate_proj, self.up_proj)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up.silu_and_mul(x))
+    def forward(self, x: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
+        return self.down_proj(self.gate_up.silu_and_mul(x, adapter_ids), adapter_ids)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -123,7 +123,7 @@ class LlamaDecoderLayer(nn.Module):
         if only is not None:
             summed = summed[only.rows]
         normed, summed = self.post_attention_layernorm(attended, summed)
-        return self.mlp(normed), summed
+        return self.mlp(normed, batch.adapters_of(only)), summed
 
 
 class LlamaModel(nn.Module):
@@ -146,6 +146,8 @@ class LlamaModel(nn.Module):
 
 class LlamaForCausalLM(CausalLM):
     """The whole model; its head is the embedding where the config ties them."""
+
+    supports_lora = True
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype) -> None:
         super().__init__()

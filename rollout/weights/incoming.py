@@ -59,7 +59,7 @@ def match(
     if target not in parameters:
         raise UnknownTensorError(_unknown(name, canonical, [*parameters, *tied]))
     destination = parameters[target]
-    _check_kind(name, source)
+    check_kind(name, source)
     _check_shape(name, canonical, source.shape, destination.shape)
     item = Incoming(canonical, target, source, destination)
     if not item.is_shared and source.untyped_storage().data_ptr() in storages:
@@ -88,7 +88,8 @@ def _unknown(name: str, canonical: str, known: list[str]) -> str:
     return f"{shown} is not a parameter of the engine's model{hint}"
 
 
-def _check_kind(name: str, source: object) -> None:
+def check_kind(name: str, source: object) -> None:
+    """Raises `TensorKindError` unless `source` is a whole dense tensor of floating-point values."""
     if not isinstance(source, torch.Tensor):
         raise TensorKindError(f"{name!r} is a {type(source).__name__}, not a torch tensor")
     if isinstance(source, DTensor):

@@ -37,6 +37,7 @@ def canonical_name(name: str) -> str | None:
         raise AdapterTensorError(
             f"{name!r} is a key of an adapter ({adapter}), not a weight of the model: send the merged weights "
             "(rollout.weights.trainer_tensors.policy_tensors(model) makes them without touching the trainer's tensors)"
+            ", or the adapter alone with update.load_adapter(name, model)"
         )
     if "_flat_param" in segments or "flat_param" in segments:
         raise UnknownTensorError(

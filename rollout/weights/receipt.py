@@ -17,7 +17,8 @@ class Receipt:
     """What an engine holds as policy `policy_version`, and what it cost to put it there.
 
     `tensors` has one 64-bit fingerprint per Hugging Face name, tied names included; `buffers` those that the engine
-    computes itself (rotary tables); `copies` those of parameters in another form (int8), checked against these.
+    computes itself (rotary tables); `copies` those of parameters in another form (int8), checked against these;
+    `adapters` those of LoRA adapters in memory, under "name/layer.lora_A.weight".
     `fingerprint` is of all of them, `parameters_fingerprint` of the parameters without tied names: a trainer computes
     the same from its own with `parameters_fingerprint(named, dtype)`. `id` is made of the version and the fingerprint;
     outputs carry it.
@@ -36,6 +37,7 @@ class Receipt:
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
     copies: dict[str, int] = field(default_factory=dict, repr=False)
+    adapters: dict[str, int] = field(default_factory=dict, repr=False)
 
     def timed(self, phase_seconds: Mapping[str, float]) -> Receipt:
         """The same receipt with what each phase took."""
@@ -58,6 +60,7 @@ def make_receipt(
     fingerprints: Mapping[str, int] | None = None,
     *,
     copies: Mapping[str, torch.Tensor] | None = None,
+    adapters: Mapping[str, torch.Tensor] | None = None,
     bytes_copied: int = 0,
     bytes_shared: int = 0,
 ) -> Receipt:
@@ -65,14 +68,15 @@ def make_receipt(
 
     `parameters` maps Hugging Face names to the engine's tensors, `tied` further names to those whose tensor they share.
     `fingerprints` are those of `parameters`, where they are known already. The loader makes the first receipt with it.
-    `copies` are the tensors that the kernels read instead of parameters.
+    `copies` are the tensors that the kernels read instead of parameters, `adapters` those that they read beside them.
     """
     known = fingerprints if fingerprints is not None else fingerprint_tensors(parameters)
     tensors = {**known, **{name: known[target] for name, target in tied.items()}}
     of_buffers, of_copies = fingerprint_tensors(buffers), fingerprint_tensors(copies or {})
+    of_adapters = fingerprint_tensors(adapters or {})
     everything = dict(parameters) | {name: parameters[target] for name, target in tied.items()}
-    everything |= dict(buffers) | dict(copies or {})
-    whole = combine(everything, {**tensors, **of_buffers, **of_copies})
+    everything |= dict(buffers) | dict(copies or {}) | dict(adapters or {})
+    whole = combine(everything, {**tensors, **of_buffers, **of_copies, **of_adapters})
     return Receipt(
         id=receipt_id(policy_version, whole),
         policy_version=policy_version,
@@ -81,11 +85,25 @@ def make_receipt(
         tensors=tensors,
         buffers=of_buffers,
         copies=of_copies,
+        adapters=of_adapters,
         num_tensors=len(tensors),
         num_bytes=sum(tensor.nbytes for tensor in parameters.values()),
         bytes_copied=bytes_copied,
         bytes_shared=bytes_shared,
     )
+
+
+def with_adapters(
+    receipt: Receipt, tensors: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]
+) -> Receipt:
+    """The receipt of the same policy with other `adapters` beside it, whose memory is fingerprinted.
+
+    `tensors` are all that the receipt names apart from adapters; only their dtypes and shapes are looked at.
+    """
+    fingerprints = receipt.tensors | receipt.buffers | receipt.copies
+    of_adapters = fingerprint_tensors(adapters)
+    whole = combine({**tensors, **adapters}, fingerprints | of_adapters)
+    return replace(receipt, id=receipt_id(receipt.policy_version, whole), fingerprint=whole, adapters=of_adapters)
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -132,9 +150,10 @@ def verify_receipt(
     tied: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
     copies: Mapping[str, torch.Tensor] | None = None,
+    adapters: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fingerprints the engine's memory again. Raises `StaleWeightsError` naming every tensor that has changed."""
-    changed = changed_tensors(receipt, parameters, tied, buffers, copies)
+    changed = changed_tensors(receipt, parameters, tied, buffers, copies, adapters)
     if changed:
         shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise StaleWeightsError(
@@ -148,10 +167,11 @@ def changed_tensors(
     tied: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
     copies: Mapping[str, torch.Tensor] | None = None,
+    adapters: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
     """Names whose fingerprint, computed now, is not the receipt's; names that only one side has are among them."""
     known = fingerprint_tensors(parameters)
     now = {**known, **{name: known[target] for name, target in tied.items()}, **fingerprint_tensors(buffers)}
-    now |= fingerprint_tensors(copies or {})
-    then = receipt.tensors | receipt.buffers | receipt.copies
+    now |= fingerprint_tensors(copies or {}) | fingerprint_tensors(adapters or {})
+    then = receipt.tensors | receipt.buffers | receipt.copies | receipt.adapters
     return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))

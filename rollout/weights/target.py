@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from rollout.lora.manager import AdapterManager
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.receipt import Receipt
 from rollout.weights.undo import UndoLog
@@ -63,6 +64,10 @@ class UpdateTarget(Protocol):
 
     def stale_copies(self) -> list[str]:
         """Names of the copies that are not, bit for bit, what the parameters give when they are made once more."""
+        ...
+
+    def adapters(self) -> AdapterManager | None:
+        """The LoRA adapters in memory, and their slots; None where the engine has no memory for any."""
         ...
 
     def post_process(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import ItemsView, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -32,6 +32,7 @@ from rollout.errors import (
     TiedTensorError,
     UncoveredParametersError,
 )
+from rollout.weights.adapter_update import AdapterSource, AdapterUpdate
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.incoming import Incoming, check_layout, match
 from rollout.weights.receipt import (
@@ -47,6 +48,9 @@ from rollout.weights.trainer_tensors import PolicyTensors, policy_tensors
 from rollout.weights.transport import HeldPolicy, NamedTensor, Transport
 from rollout.weights.undo import UndoLog
 from rollout_kernels import copy_and_fingerprint
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class Phase(enum.StrEnum):
@@ -158,6 +162,8 @@ class PolicyUpdate:
         self._sent: dict[str, _Sent] = {}
         self._shared: dict[str, torch.Tensor] = {}
         self._written = False
+        self._adapters = AdapterUpdate(engine.adapters())
+        self._unchanged: dict[str, int] = {}  # fingerprints of all parameters, where the update brings adapters alone
         self._receipt: Receipt | None = None
 
     @property
@@ -253,6 +259,24 @@ class PolicyUpdate:
             loaded.append(item.name)
         return loaded
 
+    def load_adapter(
+        self,
+        name: str,
+        source: AdapterSource,
+        config: LoraConfig | Mapping[str, Any] | None = None,
+        *,
+        adapter: str | None = None,
+    ) -> list[str]:
+        """Puts a LoRA adapter in the place of the one called `name`, or beside the others. Returns its layers' names.
+
+        `source` is a PEFT model (and `adapter` which of its adapters, by default the active one), the folder of one, or
+        names and tensors as PEFT has them with their `config`. It is checked and copied here, and written when the
+        loading ends. An update that loads adapters alone leaves the weights as they are: they must be those of the last
+        receipt. Afterwards requests name the adapter: `generate(..., lora_request=name)`.
+        """
+        with _Step(self, "load"):
+            return self._adapters.stage(name, source, config, adapter)
+
     def _receive(self, transport: Transport) -> list[str]:
         """Loads what a transport brings, one tensor after the other."""
         loaded: list[str] = []
@@ -282,15 +306,22 @@ class PolicyUpdate:
         return stored
 
     def post_process(self) -> None:
-        """Ends the loading: every parameter must be covered. Lets the engine rebuild what it derives from them."""
+        """Ends the loading: every parameter must be covered, or only adapters loaded. Lets the engine rebuild what it
+        derives from them."""
         with _Step(self, "post_process"):
-            self._check_covered()
+            if self._adapters.is_staged and not self._sent:
+                self._unchanged = self._check_unchanged()
+            else:
+                self._check_covered()
             self._engine.post_process()
+            self.bytes_copied += self._adapters.write()
 
     def verify(self) -> None:
         """Fingerprints the engine's memory and compares it with what was sent."""
         with _Step(self, "verify"):
-            fingerprints = fingerprint_tensors(self._parameters)
+            fingerprints = self._unchanged or fingerprint_tensors(self._parameters)
+            self._adapters.verify()
+            adapters = self._engine.adapters()
             wrong = [name for name, value in self.fingerprints.items() if value != fingerprints[name]]
             if wrong:
                 raise FingerprintMismatchError(f"the engine's memory is not what was sent: {_some(wrong)}")
@@ -304,6 +335,7 @@ class PolicyUpdate:
                 self._engine.buffers(),
                 fingerprints,
                 copies=self._engine.copies(),
+                adapters={} if adapters is None else adapters.tensors(),
                 bytes_copied=self.bytes_copied,
                 bytes_shared=self.bytes_shared,
             )
@@ -408,6 +440,20 @@ class PolicyUpdate:
                 missing,
             )
 
+    def _check_unchanged(self) -> dict[str, int]:
+        """The weights must be those of the last receipt, since the update brings none. Returns their fingerprints."""
+        before = self._before
+        fingerprints = fingerprint_tensors(self._parameters)
+        known = {} if before is None else before.tensors
+        wrong = tuple(name for name, value in fingerprints.items() if known.get(name) != value)
+        if wrong:
+            raise UncoveredParametersError(
+                f"only adapters were loaded, and {len(wrong)} of {len(fingerprints)} parameters are not those of the "
+                f"last receipt: load every parameter in the same update; these differ: {_some(wrong)}",
+                wrong,
+            )
+        return fingerprints
+
     def _check_buffers(self, receipt: Receipt) -> None:
         """Buffers follow from the configuration alone, so an update never changes them."""
         before = self._before
@@ -427,6 +473,7 @@ class PolicyUpdate:
         self.outcome = Outcome.UNCHANGED
         if at is Phase.OPEN:  # pause itself failed, and left the engine as it was
             return
+        self._adapters.restore()
         if self._old_policy_is_whole():
             if self._before is not None and "invalidate" in self.phase_seconds:
                 self._engine.restore(self._before)
@@ -466,7 +513,11 @@ class PolicyUpdate:
             self._undo.restore()
             if "post_process" in self.phase_seconds and self._engine.copies():
                 self._engine.post_process()
-            verify_receipt(before, self._parameters, self._tied, self._engine.buffers(), self._engine.copies())
+            manager = self._engine.adapters()
+            adapters = {} if manager is None else manager.tensors()
+            verify_receipt(
+                before, self._parameters, self._tied, self._engine.buffers(), self._engine.copies(), adapters
+            )
             stale = self._engine.stale_copies()
             if stale:
                 raise RollBackError(f"copies of parameters are not those of the old policy: {_some(stale)}")

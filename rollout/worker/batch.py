@@ -47,15 +47,23 @@ class ForwardBatch:
 
     With `shared` set the model gets fewer rows, and `query_start` counts those of the layout that `shared` describes.
     With `last_rows` set only these rows matter after the last layer's keys and values are written: a model may compute
-    no more than them there, and return hidden states [R, hidden] in place of [T, hidden].
+    no more than them there, and return hidden states [R, hidden] in place of [T, hidden]. `adapter_ids`, int32 [T], has
+    the slot of each row's LoRA adapter, -1 for none; None where no row has one.
     """
 
     query_start: torch.Tensor
     paged: PagedContext | None = None
     shared: SharedRows | None = None
     last_rows: LastRows | None = None
+    adapter_ids: torch.Tensor | None = None
+
+    def adapters_of(self, only: LastRows | None) -> torch.Tensor | None:
+        """The adapters of all rows, or of `only` some."""
+        if only is None or self.adapter_ids is None:
+            return self.adapter_ids
+        return self.adapter_ids[only.rows]
 
     @classmethod
     def packed(cls, query_start: torch.Tensor, shared: SharedRows | None = None) -> ForwardBatch:
-        """Whole sequences without a KV cache: what a trainer runs, with or without gradients."""
+        """Whole sequences without a KV cache: what a trainer runs, with or without gradients, and without adapters."""
         return cls(query_start=query_start.to(torch.int32), shared=shared)

@@ -46,11 +46,11 @@ class StaticInputs:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
         self._rows = max_num_seqs
-        pieces = (8, 8, 8, 4)  # bytes a row: input id, position, slot, number of keys
+        pieces = (8, 8, 8, 4, 4)  # bytes a row: input id, position, slot, number of keys, adapter
         starts, end = packed_offsets([size * max_num_seqs for size in pieces])
         self._packed = torch.zeros(end, dtype=torch.uint8, device=device)
-        dtypes = (torch.int64, torch.int64, torch.int64, torch.int32)
-        self.input_ids, self.positions, self.slot_mapping, self.seq_lens = (
+        dtypes = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int32)
+        self.input_ids, self.positions, self.slot_mapping, self.seq_lens, self.adapter_ids = (
             self._packed[start : start + size * max_num_seqs].view(dtype)
             for start, size, dtype in zip(starts, pieces, dtypes, strict=True)
         )
@@ -66,22 +66,24 @@ class StaticInputs:
     def fill(self, sequences: Sequence[ScheduledSequence], block_size: int, inputs: StepInputs) -> None:
         """Row i takes the one scheduled token of sequence i, the rows after the last sequence become padding."""
         count = len(sequences)
-        input_ids, positions, slot_mapping, seq_lens = self._host_rows()
+        input_ids, positions, slot_mapping, seq_lens, adapter_ids = self._host_rows()
         input_ids[:count] = [sequence.token_ids[0] for sequence in sequences]
         positions[:count] = [sequence.start for sequence in sequences]
         seq_lens[:count] = positions[:count] + 1
+        adapter_ids[:count] = [sequence.adapter_slot for sequence in sequences]
         tables = self._tables(sequences)
         slots_per_block = -(-block_size // 16) * 16
         blocks = tables[np.arange(count), positions[:count] // block_size].astype(np.int64)
         slot_mapping[:count] = blocks * slots_per_block + positions[:count] % block_size
         input_ids[count:], positions[count:], slot_mapping[count:], seq_lens[count:] = 0, 0, -1, 0
+        adapter_ids[count:] = -1
         packed, sent_tables = inputs.send([self._host, tables])
         self._packed.copy_(packed)
         # What stands further right, and in the rows of padding, belongs to earlier steps: nobody has so many keys now.
         self.block_tables[:count, : tables.shape[1]].copy_(sent_tables)
 
     def _host_rows(self) -> list[np.ndarray]:
-        dtypes = (np.int64, np.int64, np.int64, np.int32)
+        dtypes = (np.int64, np.int64, np.int64, np.int32, np.int32)
         return [
             self._host[start : start + size * self._rows].view(dtype)
             for start, size, dtype in zip(self._starts, self._pieces, dtypes, strict=True)
@@ -118,7 +120,7 @@ class DecodeGraphs:
         self._inputs = inputs
         self._capture = capture
         self._static = StaticInputs(max_num_seqs, max_blocks, device)
-        self._captured: dict[int, CapturedStep] = {}
+        self._captured: dict[tuple[int, bool], CapturedStep] = {}  # by size, and whether some rows have adapters
         self._hooks = [
             hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
@@ -130,7 +132,7 @@ class DecodeGraphs:
 
     @property
     def captured_sizes(self) -> list[int]:
-        return sorted(self._captured)
+        return sorted({size for size, _ in self._captured})
 
     def run(self, sequences: Sequence[ScheduledSequence]) -> torch.Tensor | None:
         """Logits float32 [S, vocab] of S sequences with one scheduled token each, overwritten by the next call.
@@ -141,9 +143,10 @@ class DecodeGraphs:
         if size is None or any(self._hooks):
             return None
         self._static.fill(sequences, self._block_size, self._inputs)
-        captured = self._captured.get(size)
+        key = size, any(sequence.adapter_slot >= 0 for sequence in sequences)
+        captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[size] = self._capture.capture(lambda: self._step(size))
+            captured = self._captured[key] = self._capture.capture(lambda: self._step(*key))
         captured.replay()
         return captured.output[: len(sequences)]
 
@@ -152,7 +155,7 @@ class DecodeGraphs:
         self._captured.clear()
         self._capture.reset()
 
-    def _step(self, size: int) -> torch.Tensor:
+    def _step(self, size: int, has_adapters: bool) -> torch.Tensor:
         static = self._static
         paged = PagedContext(
             kv_caches=self._kv_caches,
@@ -161,6 +164,7 @@ class DecodeGraphs:
             slot_mapping=static.slot_mapping[:size],
             block_size=self._block_size,
         )
-        batch = ForwardBatch(query_start=static.query_start[: size + 1], paged=paged)
+        adapter_ids = static.adapter_ids[:size] if has_adapters else None
+        batch = ForwardBatch(query_start=static.query_start[: size + 1], paged=paged, adapter_ids=adapter_ids)
         hidden = self._model(static.input_ids[:size], static.positions[:size], batch)
         return self._model.compute_logits(hidden)

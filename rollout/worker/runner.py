@@ -102,13 +102,16 @@ class Runner:
         ends = counts.cumsum() if wanted is None else counts.cumsum()[wanted]
         last_start = np.zeros(len(sequences) + 1, np.int32)
         last_start[1:] = np.cumsum(np.isin(np.arange(len(sequences)), wanted or ()))
-        ids, places, slots, tables, keys, first, last, last_first = self.inputs.send(
-            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, ends - 1, last_start]
+        adapter_slots = [sequence.adapter_slot for sequence in sequences]
+        adapters = [np.repeat(np.array(adapter_slots, np.int32), counts)] if max(adapter_slots) >= 0 else []
+        ids, places, slots, tables, keys, first, last, last_first, *adapter_ids = self.inputs.send(
+            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, ends - 1, last_start, *adapters]
         )
         paged = PagedContext(self.kv_caches, tables, keys, slots, self.block_size)
+        of_rows = adapter_ids[0] if adapter_ids else None
         if wanted is None:
-            return self.model(ids, places, ForwardBatch(query_start=first, paged=paged))
-        batch = ForwardBatch(query_start=first, paged=paged, last_rows=LastRows(last, last_first))
+            return self.model(ids, places, ForwardBatch(query_start=first, paged=paged, adapter_ids=of_rows))
+        batch = ForwardBatch(first, paged=paged, last_rows=LastRows(last, last_first), adapter_ids=of_rows)
         hidden = self.model(ids, places, batch)
         return hidden if len(hidden) == len(wanted) else hidden[last]
 

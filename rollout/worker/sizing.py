@@ -19,16 +19,19 @@ class KVPoolSize:
     block_bytes: int
 
 
-def short_step(num_tokens: int, num_rows: int, block_size: int) -> SchedulePlan:
+def short_step(num_tokens: int, num_rows: int, block_size: int, adapter_slot: int = -1) -> SchedulePlan:
     """One prompt of `num_tokens` with `num_rows` draws from its last token: enough to know the bytes of a token."""
+    blocks = list(range(-(-num_tokens // block_size)))
     return SchedulePlan(
-        sequences=[ScheduledSequence("profile", 0, [0] * num_tokens, list(range(-(-num_tokens // block_size))))],
+        sequences=[ScheduledSequence("profile", 0, [0] * num_tokens, blocks, adapter_slot=adapter_slot)],
         draws=[Draw("profile", 0, SamplingParams(), 0, index, num_tokens) for index in range(num_rows)],
         num_scheduled_tokens=num_tokens,
     )
 
 
-def full_step(num_tokens: int, num_seqs: int, longest: int, block_size: int) -> tuple[SchedulePlan, int]:
+def full_step(
+    num_tokens: int, num_seqs: int, longest: int, block_size: int, adapter_slot: int = -1
+) -> tuple[SchedulePlan, int]:
     """The largest step there can be, and the KV blocks that it writes: `num_tokens` tokens in as many sequences as can
     be (at most `num_seqs`), one draw from each, block tables as wide as those of sequences of `longest` tokens.
 
@@ -44,7 +47,9 @@ def full_step(num_tokens: int, num_seqs: int, longest: int, block_size: int) -> 
         first += len(own)
         # Blocks beyond a sequence's own tokens are never read: only the table's width matters.
         block_ids = own + own[:1] * (width - len(own))
-        plan.sequences.append(ScheduledSequence(f"profile-{index}", 0, [0] * length, block_ids))
+        plan.sequences.append(
+            ScheduledSequence(f"profile-{index}", 0, [0] * length, block_ids, adapter_slot=adapter_slot)
+        )
         plan.draws.append(Draw(f"profile-{index}", index, SamplingParams(), 0, 0, length))
     return plan, first
 

@@ -11,6 +11,7 @@ import torch
 import rollout_kernels
 from rollout.config import EngineConfig
 from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
+from rollout.lora.memory import AdapterMemory
 from rollout.models.loader import (
     build_model,
     load_weights,
@@ -74,6 +75,16 @@ class Worker:
                 )
             self.quantized = QuantizedWeights(self.model)
             self.ledger.register("quantized_weights", self.quantized.slab)
+        self.adapters: AdapterMemory | None = None
+        if config.enable_lora:
+            self.adapters = AdapterMemory(
+                self.model,
+                config.max_loras,
+                config.max_lora_rank,
+                lambda num_bytes: self.platform.memory("adapters", num_bytes),
+                self._forget_adapter_steps,
+            )
+            self.ledger.register("adapters", self.adapters)
         self.reload_weights(on_tensor)
         inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
         self.ledger.register("inputs", lambda: inputs.num_bytes)
@@ -85,6 +96,13 @@ class Worker:
     @property
     def _on_gpu(self) -> bool:
         return self.device.type != "cpu"
+
+    def _forget_adapter_steps(self) -> None:
+        """Recorded and captured steps compute projections that adapters did change, and now others do."""
+        if self.runner.decode_programs is not None:
+            self.runner.decode_programs.forget_adapter_steps()
+        if self.runner.decode_graphs is not None:
+            self.runner.decode_graphs.release()
 
     def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
         """Reads the checkpoint again, into the tensors that are there."""
@@ -122,7 +140,8 @@ class Worker:
         come back to their addresses."""
         owners = [*_OWNERS["kv_cache"], "workspace"]
         if level == 2:
-            owners += ["quantized_weights"] if keep_weights else ["quantized_weights", "weights"]
+            owners += ["quantized_weights", "adapters"]
+            owners += [] if keep_weights else ["weights"]
         if not self._weights.keeps_addresses:
             owners.append("graphs")
         return [owner for owner in owners if owner in self.ledger.owners]
@@ -161,6 +180,7 @@ class Worker:
             peak = self._measure_full_step() if self.platform.max_profile_tokens is None else self._measure_peak()
             self.platform.trim()
             weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
+            weights += 0 if self.adapters is None else self.adapters.num_bytes
             budget = kv_budget(
                 total,
                 self.config.gpu_memory_utilization,
@@ -194,7 +214,7 @@ class Worker:
         assert most is not None
         tokens = min(most, self.config.max_num_batched_tokens, self.model.shape.max_position_embeddings)
         self.runner.kv_caches = self._caches(-(-tokens // self.config.block_size), None)
-        plan = short_step(tokens, min(self.config.max_num_seqs, tokens), self.config.block_size)
+        plan = short_step(tokens, min(self.config.max_num_seqs, tokens), self.config.block_size, self._profiled_slot)
         measured = self.platform.measure_peak(lambda: self.execute(plan))
         self.runner.kv_caches = []
         per_token = measured / tokens
@@ -204,21 +224,32 @@ class Worker:
     def _measure_full_step(self) -> int:
         """Bytes that the largest step needs, from running it, and those of the captured decode steps."""
         plan, num_blocks = full_step(
-            self.config.max_num_batched_tokens, self.config.max_num_seqs, self._longest, self.config.block_size
+            self.config.max_num_batched_tokens,
+            self.config.max_num_seqs,
+            self._longest,
+            self.config.block_size,
+            self._profiled_slot,
         )
         self.runner.kv_caches = self._caches(num_blocks, None)
         peak = self.platform.measure_peak(lambda: self.execute(plan))
-        graphs = self._measure_graphs() if self._runs_triton and not self.config.enforce_eager else 0
+        graphs = 0
+        if self._runs_triton and not self.config.enforce_eager:
+            graphs = sum(self._measure_graphs(slot) for slot in sorted({-1, self._profiled_slot}))
         self.runner.kv_caches = []
         return peak + graphs
 
-    def _measure_graphs(self) -> int:
+    @property
+    def _profiled_slot(self) -> int:
+        """The adapter slot of the rows of a step that measures: steps with adapters take more memory than others."""
+        return -1 if self.adapters is None else 0
+
+    def _measure_graphs(self, adapter_slot: int) -> int:
         """Bytes of the whole ladder of captured steps: its two largest are captured, and all but the first taken to be
         as large as the second, since they share its memory pool. `self.runner.kv_caches` must be there."""
         graphs = self._decode_graphs()
         sizes: list[int] = []
         for size in graphs.ladder[:-3:-1]:
-            sequences = [ScheduledSequence("profile", 0, [0], [0])] * size
+            sequences = [ScheduledSequence("profile", 0, [0], [0], adapter_slot=adapter_slot)] * size
             with torch.inference_mode(), rollout_kernels.use_backend(self.config.kernels):
                 graphs.run(sequences)
             sizes.append(graphs.num_bytes)

@@ -94,3 +94,12 @@ def test_a_policy_that_the_trainer_shares_is_updated_without_a_copy_and_kept_in_
     assert life["shared"] == {"bytes_copied": 0, "version": 2}
     assert life["after update"] != life["first"]
     assert "weights" not in life["kept at 2"]
+
+
+def test_adapters_give_the_references_samples_and_the_same_bits_by_every_way(found: dict[str, Any]) -> None:
+    adapters = found["adapters"]
+    captured, reference = adapters["captured"], adapters["reference"]
+    assert [sample["token_ids"] for sample in captured] == [sample["token_ids"] for sample in reference]
+    np.testing.assert_allclose(values(captured, "raw"), values(reference, "raw"), rtol=2e-5, atol=2e-5)
+    assert captured == adapters["eager"] == adapters["alone"] == adapters["after level 2"]
+    assert captured[1:2] == adapters["without"]  # the row without an adapter: an engine that has none

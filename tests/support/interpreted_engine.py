@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollout.worker.graphs import DecodeGraphs
 
 # Bytes of 7 blocks (of 8 tokens, in tiles of 16) of one layer: keys and values, 2 heads of 16 float32 values.
 _TINY_POOL = 7 * 16 * 2 * 2 * 16 * 4
+CONFIG = {"r": 4, "lora_alpha": 8}
 ENGINE: dict[str, Any] = {"block_size": 8, "max_num_seqs": 12, "kv_cache_memory": "4MiB", "max_model_len": 96}
 
 
@@ -54,6 +56,16 @@ class CudaLikePlatform(CpuPlatform):
 
     def memory(self, owner: str, num_bytes: int, huge_pages: bool = True) -> StorageSlab:  # type: ignore[override]
         return MovingSlab(owner, num_bytes, self.device)
+
+
+@contextmanager
+def cuda_like() -> Iterator[None]:
+    """Engines made in the block run on a `CudaLikePlatform`."""
+    original, rollout.worker.worker.platform_for = rollout.worker.worker.platform_for, lambda _: CudaLikePlatform()
+    try:
+        yield
+    finally:
+        rollout.worker.worker.platform_for = original
 
 
 def prompts() -> list[list[int]]:
@@ -134,11 +146,8 @@ def preempted(folder: Path) -> dict[str, Any]:
 
 def life(folder: Path) -> dict[str, Any]:
     """An engine on a device whose tensors move in sleep: ledger, sleep, wake, update, verify, score."""
-    original, rollout.worker.worker.platform_for = rollout.worker.worker.platform_for, lambda _: CudaLikePlatform()
-    try:
+    with cuda_like():
         llm = LLM(folder, kernels="triton", **(ENGINE | {"kv_cache_memory": None, "max_num_batched_tokens": 48}))
-    finally:
-        rollout.worker.worker.platform_for = original
     params = [SamplingParams(max_tokens=3, seed=index, ignore_eos=True) for index in range(2)]
 
     def run() -> list[dict[str, Any]]:
@@ -173,6 +182,56 @@ def life(folder: Path) -> dict[str, Any]:
     return found
 
 
+def with_adapters(folder: Path) -> dict[str, Any]:
+    """A batch of rows with one adapter, another, and none, by every way that must give the same bits."""
+    choices = ["strong", None, "narrow"]
+    params = [SamplingParams(max_tokens=3, seed=index, ignore_eos=True) for index in range(3)]
+    batch = prompts()[1:4]
+
+    def load(llm: LLM) -> None:
+        with llm.policy_update() as update:
+            update.load_adapter("strong", adapter_tensors(llm, 4, ("q_proj", "o_proj", "up_proj")), CONFIG)
+            update.load_adapter("narrow", adapter_tensors(llm, 4, ("v_proj", "down_proj")), CONFIG)
+
+    def run(llm: LLM) -> list[dict[str, Any]]:
+        return plain(llm.generate(batch, params, lora_request=choices, use_tqdm=False))
+
+    options: dict[str, Any] = ENGINE | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    reference = LLM(folder, kernels="reference", **options)
+    eager = LLM(folder, **(options | {"kernels": "triton", "enforce_eager": True, "max_num_batched_tokens": 13}))
+    with cuda_like():
+        llm = LLM(folder, **(options | {"kernels": "triton", "kv_cache_memory": None, "max_num_batched_tokens": 48}))
+    for engine in (reference, eager, llm):
+        load(engine)
+    found = {"reference": run(reference), "eager": run(eager), "captured": run(llm)}
+    found["alone"] = [
+        sample
+        for prompt, param, choice in zip(batch, params, choices, strict=True)
+        for sample in plain(llm.generate([prompt], param, lora_request=choice, use_tqdm=False))
+    ]
+    found["without"] = plain(LLM(folder, kernels="triton", **ENGINE).generate(batch[1:2], params[1:2], use_tqdm=False))
+    llm.sleep(2)
+    llm.wake_up()
+    llm.reload_weights()
+    load(llm)
+    llm.verify()
+    found["after level 2"] = run(llm)
+    return found
+
+
+def adapter_tensors(llm: LLM, rank: int, layers: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Strong random tensors for the layers with these names."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in llm.engine.parameters().items():
+        module = name.removesuffix(".weight")
+        if module.endswith(layers):
+            rows, columns = parameter.shape
+            tensors[f"{module}.lora_A.weight"] = 0.3 * torch.randn(rank, columns, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = 0.3 * torch.randn(rows, rank, generator=generator)
+    return tensors
+
+
 def main() -> None:
     """Arguments: the folders of a model of two layers and of one layer."""
     two_layers, one_layer = (Path(argument) for argument in sys.argv[1:])
@@ -183,6 +242,7 @@ def main() -> None:
         "bits": tokens_and_bits(two_layers),
         "preempted": preempted(one_layer),
         "life": life(one_layer),
+        "adapters": with_adapters(one_layer),
         "reference": {
             "receipt": receipt.parameters_fingerprint,
             "scores": [output.logprobs.tolist() for output in reference.score(prompts()[2:4], use_tqdm=False)],

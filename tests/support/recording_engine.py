@@ -97,6 +97,9 @@ class RecordingEngine:
     def stale_copies(self) -> list[str]:
         return [name for name, tensor in self.copied.items() if not torch.equal(tensor, self.tensors[EMBED])]
 
+    def adapters(self) -> None:
+        return None
+
     def post_process(self) -> None:
         self._record("post_process")
 

@@ -68,7 +68,7 @@ def test_a_forward_that_was_replaced_and_global_hooks_are_called_in_every_step(t
     mlp = llm.collective_rpc(lambda worker: worker.model)[0].model.layers[0].mlp
     seen: list[int] = []
     forward = mlp.forward
-    mlp.forward = lambda x: (seen.append(len(x)), forward(x))[1]
+    mlp.forward = lambda x, *rest: (seen.append(len(x)), forward(x, *rest))[1]
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
     del mlp.forward
     assert seen == [3, 1, 1, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ class EchoModel(CausalLM):
         self.batch_sizes.append(len(input_ids))
         assert batch.query_start.tolist() == list(range(len(input_ids) + 1))
         last_block = paged.block_tables.gather(1, (positions // BLOCK)[:, None])[:, 0]
-        columns = [input_ids, positions, paged.seq_lens, paged.slot_mapping, last_block]
+        adapters = torch.full_like(positions, -7) if batch.adapter_ids is None else batch.adapter_ids
+        columns = [input_ids, positions, paged.seq_lens, paged.slot_mapping, last_block, adapters]
         return torch.stack([column.float() for column in columns], dim=1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -67,18 +69,24 @@ class CountingCapture:
         self.num_bytes = 0
 
 
-def sequences_of(count: int, longest: int = 60) -> list[ScheduledSequence]:
+def sequences_of(count: int, longest: int = 60, num_adapters: int = 0) -> list[ScheduledSequence]:
     made = []
     for index in range(count):
         start = random.randrange(longest)
         blocks = [random.randrange(50) for _ in range(start // BLOCK + 1)]
-        made.append(ScheduledSequence(f"r{index}", start, [random.randrange(1000)], blocks))
+        slot = random.randrange(num_adapters + 1) - 1
+        made.append(ScheduledSequence(f"r{index}", start, [random.randrange(1000)], blocks, adapter_slot=slot))
     return made
 
 
 def expected_rows(sequences: list[ScheduledSequence]) -> list[list[float]]:
+    """With -7 for the adapter of every row where no row has one: the model is told of none."""
+    some = any(s.adapter_slot >= 0 for s in sequences)
     return [
-        [s.token_ids[0], s.start, s.start + 1, s.block_ids[-1] * 16 + s.start % BLOCK, s.block_ids[-1]]
+        [
+            *(s.token_ids[0], s.start, s.start + 1, s.block_ids[-1] * 16 + s.start % BLOCK, s.block_ids[-1]),
+            s.adapter_slot if some else -7,
+        ]
         for s in sequences
     ]
 
@@ -122,14 +130,27 @@ def test_padded_rows_have_no_slot_and_no_keys() -> None:
     graphs.run(sequences_of(16))
     graphs.run(sequences_of(9))
     assert model.batch_sizes[-1] == 16
-    rows = graphs._captured[16].output[9:].tolist()
+    rows = graphs._captured[16, False].output[9:].tolist()
     assert [row[:4] for row in rows] == [[0, 0, 0, -1]] * 7
+
+
+def test_steps_with_adapters_are_captured_apart_and_padded_rows_have_none() -> None:
+    model, capture = EchoModel(), CountingCapture()
+    graphs = graphs_for(model, 20, capture)
+    for count, num_adapters in ((9, 3), (12, 0), (9, 3), (11, 2), (12, 0)):
+        sequences = sequences_of(count, num_adapters=num_adapters)
+        sequences[0] = replace(sequences[0], adapter_slot=num_adapters - 1)
+        logits = graphs.run(sequences)
+        assert logits is not None and logits.tolist() == expected_rows(sequences)
+    assert graphs.captured_sizes == [16] and capture.num_captures == 2
+    assert [row[5] for row in graphs._captured[16, True].output[11:].tolist()] == [-1] * 5
 
 
 def test_inputs_never_move_between_replays() -> None:
     static = StaticInputs(20, 16, CPU)
     inputs = StagedInputs(ImmediateCopies())
-    tensors = (static.input_ids, static.positions, static.slot_mapping, static.seq_lens, static.block_tables)
+    rows = (static.input_ids, static.positions, static.slot_mapping, static.seq_lens, static.adapter_ids)
+    tensors = (*rows, static.block_tables)
     before = [tensor.data_ptr() for tensor in tensors]
     for count in (20, 3):
         static.fill(sequences_of(count), BLOCK, inputs)
