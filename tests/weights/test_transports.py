@@ -201,7 +201,7 @@ def test_a_trainer_that_fails_half_way_leaves_an_engine_that_is_old_or_refuses(
             pytest.raises(TransportError),
             PolicyUpdate(engine, 1) as update,
         ):
-            update.load(ends.receiver(timeout=120.0 if is_told else 1.0))
+            update.load(ends.receiver(timeout=120.0 if is_told else 0.3))
         assert isinstance(errors[0], GatherError)
         if name.endswith("folder") or tensors_before == 0:
             assert_old_policy_serves(engine, old)
@@ -222,7 +222,7 @@ def test_a_tensor_that_cannot_be_sent_is_refused_by_the_sender_by_name(ends: End
         pytest.raises(TransportError),
         PolicyUpdate(engine, 1) as update,
     ):
-        update.load(ends.receiver(timeout=1.0))
+        update.load(ends.receiver(timeout=0.3))
     assert isinstance(errors[0], TensorKindError)
     assert EMBED in str(errors[0])
     assert named.is_consumed
