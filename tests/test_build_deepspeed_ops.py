@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "build_deepspeed_ops.py"
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script with a folder of its own, in which the operation is built."""
-    spec = importlib.util.spec_from_file_location("build_deepspeed_ops", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "FOLDER", tmp_path / "ops")
-    operation = module.FOLDER / module.OPERATION
-    operation.mkdir(parents=True)
-    (operation / f"{module.OPERATION}.so").write_bytes(b"")
-    return module
+SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[1] / "scripts" / "build_deepspeed_ops.py"))
 
 
 @pytest.mark.parametrize("age", [None, 61, 59])
-def test_what_is_built_is_used_once_nobody_holds_its_lock(script: ModuleType, age: int | None):
-    lock = script.FOLDER / script.OPERATION / "lock"
+def test_what_is_built_is_used_once_nobody_holds_its_lock(tmp_path: Path, age: int | None):
+    operation = tmp_path / SCRIPT["OPERATION"]
+    operation.mkdir()
+    built, lock = operation / f"{operation.name}.so", operation / "lock"
+    built.touch()
     if age is not None:
         lock.touch()
-        then = time.time() - age
-        os.utime(lock, (then, then))
-    assert script.build() == lock.with_name(f"{script.OPERATION}.so")
+        os.utime(lock, (time.time() - age, time.time() - age))
+    assert SCRIPT["build"](tmp_path) == built
     assert not lock.exists()
 
 
-def test_processes_find_ninja_and_the_folder_by_their_environment(script: ModuleType):
-    environment = script.environment()
-    assert environment["TORCH_EXTENSIONS_DIR"] == str(script.FOLDER)
+def test_processes_find_ninja_and_the_folder_by_their_environment(tmp_path: Path):
+    environment = SCRIPT["environment"](tmp_path)
+    assert environment["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
     assert environment["PATH"].endswith(os.environ["PATH"])
