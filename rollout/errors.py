@@ -16,6 +16,14 @@ class EngineAsleepError(RolloutError):
     """A forward pass was asked for while memory that it needs is given back (`sleep`)."""
 
 
+class EngineBusyError(RolloutError):
+    """Something was asked for that an engine does only without requests in flight and without an open update."""
+
+
+class MemoryBudgetError(RolloutError):
+    """Trainer and engine need more memory than the budget that they share."""
+
+
 class WeightsNotLoadedError(RolloutError):
     """The weights' memory holds no policy: after `sleep(level=2)`, until a complete update or reload."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, parse_bytes
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
@@ -373,6 +373,17 @@ class LLM:
         """Numbers of the adapters in memory."""
         with self._lock:
             return self.engine.list_loras()
+
+    def resize_kv_cache(self, num_bytes: int | str) -> int:
+        """Gives the KV pool another size ("4GiB"), asleep or awake. Cached blocks are forgotten; samples are the same
+        whatever the size. Returns the bytes of the pool's blocks.
+
+        Raises `EngineBusyError` while requests are in flight, and `ValueError` where not even one block fits. A
+        `MemoryTreaty` calls it with what a budget leaves.
+        """
+        count = parse_bytes(num_bytes, "num_bytes")
+        with self._lock:
+            return self.engine.resize_kv_cache(count)
 
     def memory_ledger(self) -> LedgerReport:
         """Who holds which bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 import numpy as np
 
@@ -324,6 +325,18 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Makes no block hittable; False, with nothing changed, where a block is in use."""
         return self.kv.reset_prefix_cache()
+
+    def set_num_blocks(self, num_blocks: int) -> None:
+        """Another device pool of this many blocks, all free and none hittable. Raises `RuntimeError` where requests are
+        unfinished."""
+        if self._requests:
+            raise RuntimeError(f"{len(self._requests)} requests are unfinished: the pool cannot change")
+        config, version = replace(self.config, num_blocks=num_blocks), self.policy_version
+        self.config = self._planner.config = config
+        self.kv = self._planner.kv = KVManager(
+            num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_blocks
+        )
+        self.kv.set_policy_version(version)
 
     def set_policy_version(self, version: int, keep_kv: bool = False) -> None:
         """Every block hash from now on is under `version`; no block from before can be hit.

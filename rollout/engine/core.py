@@ -26,6 +26,7 @@ from rollout.engine.lock import FairLock
 from rollout.engine.profile import StepProfile, profile
 from rollout.errors import (
     EngineAsleepError,
+    EngineBusyError,
     EngineUnusableError,
     PolicyUpdateError,
     PolicyUpdateTimeoutError,
@@ -298,6 +299,21 @@ class EngineCore:
         if stale:
             raise StaleWeightsError(f"{len(stale)} int8 copies are not those of the weights (first: {stale[0]})")
         return self._receipt
+
+    def resize_kv_cache(self, num_bytes: int) -> int:
+        """Another KV pool of at most `num_bytes`; cached blocks are forgotten. Asleep or awake, it stays so.
+
+        Returns the bytes of its blocks. Raises `EngineBusyError` while requests are unfinished or an update is open,
+        and `ValueError` where not even one block fits.
+        """
+        if self._pause is not None or self.scheduler.has_unfinished():
+            raise EngineBusyError("the KV pool cannot change while requests are in flight, or a policy update is open")
+        size = self._worker.pool_of(num_bytes)
+        self.scheduler.reset_prefix_cache()  # first: should the worker fail, its blocks are empty all the same
+        self._worker.resize_kv_cache(size, "kv_cache" in self._asleep)
+        self.scheduler.set_num_blocks(size.num_blocks)
+        self.counters.peak_blocks_in_use = 0
+        return size.num_blocks * size.block_bytes
 
     def memory_ledger(self) -> LedgerReport:
         return self._worker.memory_ledger()

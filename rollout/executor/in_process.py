@@ -14,6 +14,7 @@ from rollout.worker.worker import Worker
 _ENGINE_ONLY = {
     "execute": "LLM.generate",
     "sleep": "LLM.sleep",
+    "resize_kv_cache": "LLM.resize_kv_cache",
     "reload_weights": "LLM.reload_weights",
     "remake_quantized_weights": "LLM.reload_weights",
 }

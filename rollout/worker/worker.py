@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -177,7 +178,7 @@ class Worker:
             budget = int(self.config.kv_cache_memory)
         else:
             total = self.platform.total_memory()
-            peak = self._measure_full_step() if self.platform.max_profile_tokens is None else self._measure_peak()
+            peak = self.measure_step()
             self.platform.trim()
             weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
             weights += 0 if self.adapters is None else self.adapters.num_bytes
@@ -271,16 +272,73 @@ class Worker:
 
     def _allocate_pool(self) -> None:
         size = self.pool
-        # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
-        # 2 MiB for each layer, after every sleep again.
-        padding = 64 * len(self._cache_tensors(1)) * self.model.shape.num_hidden_layers
-        slab = self.platform.memory("kv_cache", size.num_blocks * size.block_bytes + padding, huge_pages=False)
-        self.ledger.register("kv_cache", slab)
-        self.runner.kv_caches = self._caches(size.num_blocks, slab)
+        self._kv_slab = self._new_kv_slab(size)
+        self.ledger.register("kv_cache", self._kv_slab)
+        self.runner.kv_caches = self._caches(size.num_blocks, self._kv_slab)
         if size.num_host_blocks:
-            host = self.platform.host_memory("swap", size.num_host_blocks * size.block_bytes + padding)
+            host = self.platform.host_memory("swap", size.num_host_blocks * size.block_bytes + self._padding)
             self.ledger.register("swap", host, on_host=self._on_gpu)
             self.runner.host_caches = self._caches(size.num_host_blocks, host)
+
+    @property
+    def _padding(self) -> int:
+        """Bytes of a pool that may be lost between the tensors of its layers."""
+        return 64 * len(self._cache_tensors(1)) * self.model.shape.num_hidden_layers
+
+    def _new_kv_slab(self, size: KVPoolSize) -> Memory:
+        # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
+        # 2 MiB for each layer, after every sleep again.
+        num_bytes = size.num_blocks * size.block_bytes + self._padding
+        return self.platform.memory("kv_cache", num_bytes, huge_pages=False)
+
+    def pool_of(self, num_bytes: int) -> KVPoolSize:
+        """The pool that fits into `num_bytes`. Raises `ValueError` where that is not even one block."""
+        num_blocks = num_bytes // self.pool.block_bytes
+        if num_blocks < 1:
+            raise ValueError(f"num_bytes={num_bytes:,} is not valid: one block takes {self.pool.block_bytes:,} bytes")
+        return replace(self.pool, num_blocks=num_blocks)
+
+    def resize_kv_cache(self, size: KVPoolSize, asleep: bool) -> None:
+        """Another KV pool, its content all zeros, asleep where the old one was.
+
+        Recorded and captured decode steps know the old addresses: they are made anew when they are next needed. Raises
+        `torch.OutOfMemoryError` or `OSError`, with the old pool in place but empty, where there is not enough memory.
+        """
+        old = self._kv_slab
+        old.release()  # a device may not have the memory of both
+        self.platform.trim()
+        try:
+            slab = self._new_kv_slab(size)
+        except (torch.OutOfMemoryError, OSError):
+            if not asleep:
+                old.resume()
+            raise
+        self.ledger.unregister("kv_cache")
+        self.pool, self._kv_slab = size, slab
+        self.ledger.register("kv_cache", slab)
+        self.runner.kv_caches = self._caches(size.num_blocks, slab)
+        if asleep:
+            slab.release()
+        self._forget_decode_programs()
+        self._prepare_decode_programs()
+
+    def _forget_decode_programs(self) -> None:
+        for owner in ("workspace", "graphs"):
+            if owner in self.ledger.owners:
+                self.ledger.release([owner])
+                self.ledger.unregister(owner)
+        self.runner.decode_programs = self.runner.decode_graphs = None
+
+    def measure_step(self) -> int:
+        """Bytes that a step takes at its peak besides weights and KV, from one that really runs, on a small pool of its
+        own. No requests may be in flight."""
+        runner = self.runner
+        kept = runner.kv_caches, runner.decode_programs, runner.decode_graphs
+        runner.decode_programs = runner.decode_graphs = None
+        try:
+            return self._measure_full_step() if self.platform.max_profile_tokens is None else self._measure_peak()
+        finally:
+            runner.kv_caches, runner.decode_programs, runner.decode_graphs = kept
 
     def _prepare_decode_programs(self) -> None:
         """Lets decode steps be recorded, or captured."""

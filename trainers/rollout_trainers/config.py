@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rollout.config import parse_bytes
+
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 AdvantageScale = Literal["group_std", "batch_std", "none"]
 KLEstimator = Literal["k1", "k2", "k3", "ratio_k3"]
@@ -44,9 +46,11 @@ def _check_choice(section: str, name: str, value: object, choices: tuple[str | N
 class EngineSection:
     """The embedded engine that samples, whose weights are trained in place.
 
-    `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine. "int8" as
-    `quantization` or `kv_cache_dtype` samples faster from rounded weights or KV (`docs/quantization.md`): the sampler's
-    logprobs then differ from the trainer's, and importance weights correct for that.
+    `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine. `memory_budget`
+    (bytes, or text such as "8GiB") is for sampler and trainer together: the KV pool gets what the trainer's measured
+    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. "int8" as `quantization` or
+    `kv_cache_dtype` samples faster from rounded weights or KV (`docs/quantization.md`): the sampler's logprobs then
+    differ from the trainer's, and importance weights correct for that.
     """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -55,6 +59,7 @@ class EngineSection:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | str | None = None
+    memory_budget: int | str | None = None
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     quantization: Literal["int8"] | None = None
     enable_prefix_caching: bool = True
@@ -67,6 +72,11 @@ class EngineSection:
         _check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
             _check_integer("engine", "max_model_len", self.max_model_len, 2)
+        if self.memory_budget is not None:
+            if self.kv_cache_memory is not None:
+                _fail("engine", "memory_budget", self.memory_budget, "None where kv_cache_memory is given")
+            if parse_bytes(self.memory_budget, "engine.memory_budget") <= 0:
+                _fail("engine", "memory_budget", self.memory_budget, "above 0")
         _check_integer("engine", "max_num_seqs", self.max_num_seqs, 1)
         _check_integer("engine", "max_num_batched_tokens", self.max_num_batched_tokens, 1)
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollout.memory_phases import MemoryPhases
+from rollout.memory_treaty import MemoryTreaty, TreatyPlan
 from rollout.platform.platform import platform_for
 from rollout_trainers.advantages import GroupStatistics, group_advantages
 from rollout_trainers.config import RunConfig
@@ -36,9 +37,19 @@ from rollout_trainers.types import Sample, Task
 
 
 class GRPOTrainer:
-    """Trains `policy` on `task` with samples of `producer`'s engine, one `step()` at a time. Steps count from 1."""
+    """Trains `policy` on `task` with samples of `producer`'s engine, one `step()` at a time. Steps count from 1.
 
-    def __init__(self, producer: RolloutProducer, policy: SharedPolicy, task: Task, config: RunConfig) -> None:
+    With a `treaty` the engine's KV pool is sized by what the steps before have needed.
+    """
+
+    def __init__(
+        self,
+        producer: RolloutProducer,
+        policy: SharedPolicy,
+        task: Task,
+        config: RunConfig,
+        treaty: MemoryTreaty | None = None,
+    ) -> None:
         self.producer = producer
         self.engine = producer.engine
         self.policy = policy
@@ -48,7 +59,13 @@ class GRPOTrainer:
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
-        self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+        self.treaty = treaty
+        self.plan: TreatyPlan | None = None  # of the treaty, as it stands
+        if treaty is None:
+            self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+        else:
+            self.memory = treaty.phases
+            self.plan = treaty.settle()
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
 
@@ -70,12 +87,14 @@ class GRPOTrainer:
             with timers.phase("sync"), self.memory.phase("update"):
                 self.update_engine(step)
             with timers.phase("wake"):
+                if self.treaty is not None:
+                    self.plan = self.treaty.settle()
                 self.resume_engine()
         self.num_tokens += sum(sample.num_tokens for sample in samples)
         metrics = sample_metrics(samples, groups) | statistics.metrics(self.config.algorithm.kl_coefficient > 0)
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
-        metrics |= memory_metrics(self.memory)
+        metrics |= memory_metrics(self.memory, self.plan)
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
         if self.finding is not None:
             metrics |= self.finding.metrics

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.memory_phases import MemoryPhases
+from rollout.memory_treaty import TreatyPlan
 from rollout_trainers.advantages import GroupStatistics
 from rollout_trainers.corrections import Mismatch
 from rollout_trainers.types import Sample
@@ -101,10 +102,12 @@ def speed_metrics(
     return result
 
 
-def memory_metrics(memory: MemoryPhases) -> dict[str, float]:
+def memory_metrics(memory: MemoryPhases, plan: TreatyPlan | None) -> dict[str, float]:
     """`memory/<phase>_peak_bytes` and `memory/<phase>_bytes` (at its end) of the device that sampler and trainer share,
-    and the largest peak so far."""
+    and the largest peak so far; the budget and the KV pool that it leaves, where there is a treaty."""
     result: dict[str, float] = {}
+    if plan is not None:
+        result |= {"memory/budget_bytes": plan.budget, "memory/kv_pool_bytes": plan.kv_cache}
     for name, phase in memory.measured.items():
         result |= {f"memory/{name}_peak_bytes": phase.peak, f"memory/{name}_bytes": phase.resident}
     return result | {"perf/memory_peak_gb": memory.largest / 2**30}

@@ -28,6 +28,7 @@ _FREE = {
     "engine.max_num_seqs",
     "engine.max_num_batched_tokens",
     "engine.kv_cache_memory",
+    "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
 }

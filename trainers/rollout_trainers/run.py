@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout import LLM
+from rollout.config import parse_bytes
+from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
 from rollout_trainers.config import RunConfig
@@ -84,7 +86,11 @@ def run(
     producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
     keep_reference = config.algorithm.kl_coefficient > 0
     policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference)
-    session = Session(config, GRPOTrainer(producer, policy, task, config), progress, checkpoint)
+    treaty = None
+    if config.engine.memory_budget is not None:
+        treaty = MemoryTreaty(engine, config.engine.memory_budget)
+    trainer = GRPOTrainer(producer, policy, task, config, treaty)
+    session = Session(config, trainer, progress, checkpoint)
     session.train()
     return session.finish(started)
 
@@ -108,6 +114,9 @@ def _resolve_task(
 
 def _make_engine(config: RunConfig) -> LLM:
     engine = config.engine
+    pool = engine.kv_cache_memory
+    if engine.memory_budget is not None:  # until the treaty sizes it, before the first sample
+        pool = parse_bytes(engine.memory_budget, "engine.memory_budget") // 16
     return LLM(
         config.model,
         dtype=engine.dtype,
@@ -115,7 +124,7 @@ def _make_engine(config: RunConfig) -> LLM:
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_memory=engine.kv_cache_memory,
+        kv_cache_memory=pool,
         kv_cache_dtype=engine.kv_cache_dtype,
         quantization=engine.quantization,
         enable_prefix_caching=engine.enable_prefix_caching,
