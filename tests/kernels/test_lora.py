@@ -52,24 +52,27 @@ def test_mixed_adapters_equal_float64(backend: str, dtype: torch.dtype, rank: in
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_batch_adapters_or_threads(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("run", [1, 5])
+def test_a_row_does_not_depend_on_batch_adapters_or_threads(backend: str, dtype: torch.dtype, run: int) -> None:
+    """`run`: tokens that follow each other and have one adapter."""
     rows = 40
     x, a, b = randn(rows, 75, dtype=dtype, seed=1), randn(4, 18, 75, dtype=dtype, seed=2), randn(4, 300, 18, seed=3)
-    b, ids, scales = b.to(dtype), mixed_ids(rows), torch.tensor([0.5, 2.0, -1.0, 0.25])
+    ids = mixed_ids(-(-rows // run)).repeat_interleave(run)[:rows].contiguous()
+    b, scales = b.to(dtype), torch.tensor([0.5, 2.0, -1.0, 0.25])
     start = randn(rows, 300, dtype=dtype, seed=4)
 
-    def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         out = start[part].clone()
         y = rk.lora_shrink(x[part], a, ids[part].contiguous())
         rk.lora_expand(y, b, ids[part].contiguous(), out, scales)
         return y, out
 
     with rk.use_backend(backend):
-        whole = run(slice(None))
+        whole = compute(slice(None))
         for count in (1, 2):
             with num_threads(count):
                 for part in (slice(None), slice(0, 1), slice(39, 40), slice(7, 24)):
-                    for result, expected in zip(run(part), whole, strict=True):
+                    for result, expected in zip(compute(part), whole, strict=True):
                         assert_same_bits(result, expected[part])
 
 

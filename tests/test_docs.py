@@ -1,0 +1,36 @@
+"""The code of the pages in `docs/` runs as it is printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_the_code_about_adapters_trains_one_and_samples_with_it(tmp_path: Path, smollm2_path: Path) -> None:
+    assert smollm2_path.is_dir()
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    script = tmp_path / "adapter.py"
+    script.write_text(code[1], encoding="utf-8")
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    first, second, last = result.stdout.splitlines()
+    assert "policy 1," in first and "policy 2," in second
+    assert len({line.split("fingerprint ")[1].split(",")[0] for line in (first, second)}) == 2  # the adapter did move
+    assert "lora_name='policy'" in last and "lora_name='saved'" in last and last.endswith("None] {1, 7}")
