@@ -598,7 +598,7 @@ class EngineCore:
     def restore(self, receipt: Receipt) -> None:
         guard = SharedWeightsGuard(self.parameters()) if self._guard is not None else None
         with self.lock:
-            if self._policy_version != receipt.policy_version:
+            if self.scheduler.policy_version != receipt.policy_version:  # also where `invalidate` came half-way
                 self._take_version(receipt.policy_version)
             self._receipt, self._guard = receipt, guard
             self._go_on()
