@@ -369,16 +369,23 @@ class EngineCore:
         `TimeoutError`, staying awake, if requests that are waited for have not ended after `timeout` seconds.
         """
         check_sleep(level, mode)
-        self._stop(_Pause("the engine is going to sleep", "the engine is going to sleep", mode), timeout)
-        try:
-            with self.lock:
+        pause = _Pause("the engine is going to sleep", "the engine is going to sleep", mode)
+        with self.lock:
+            self._stop(pause)
+            if not pause.is_draining:
                 return self._fall_asleep(level, mode)
-        finally:
-            with self.lock:
-                self._pause = None
-                self.flush()
+        self._drain(pause, timeout)
+        with self.lock:
+            return self._fall_asleep(level, mode)
 
-    def _fall_asleep(self, level: int, mode: str) -> SleepReport:
+    def _fall_asleep(self, level: int, mode: InFlightMode) -> SleepReport:
+        try:
+            return self._give_back(level, mode)
+        finally:
+            self._pause = None
+            self.flush()
+
+    def _give_back(self, level: int, mode: str) -> SleepReport:
         if level == 2 and self._slots_in_use():
             raise ValueError(
                 f"mode={mode!r} is not valid at level=2 while requests with LoRA adapters are unfinished, since it "
@@ -388,7 +395,7 @@ class EngineCore:
             self.scheduler.preempt_all()
         if level == 0:
             self._asleep |= {"scheduling"}
-            used = self._worker.memory_ledger().process_resident
+            used = self._worker.platform.used_memory()
             return SleepReport({}, used, used)
         reset = self.scheduler.reset_prefix_cache()
         assert reset, "blocks are in use although no request runs"
@@ -428,49 +435,50 @@ class EngineCore:
         return self._unusable is None and self._weights_loaded and self._copies_obstacle() is None
 
     def pause(self, in_flight: InFlightMode, timeout: float | None) -> None:
-        try:
-            update = _Pause("a policy update is in progress", "another policy update is open", in_flight)
-            self._stop(update, timeout)
-        except TimeoutError as error:
-            raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {timeout} s: {error}") from error
-
-    def _stop(self, pause: _Pause, timeout: float | None) -> None:
-        """Lets nobody else in and brings the requests in flight to where the mode wants them; then no step runs until
-        `_pause` is cleared."""
+        update = _Pause("a policy update is in progress", "another policy update is open", in_flight)
         with self.lock:
-            if self._pause is not None:
-                raise PolicyUpdateError(
-                    f"{self._pause.conflict}: before it has ended no update can begin, and the engine cannot sleep"
-                )
             self._check_placement(PolicyUpdateError)
-            obstacle = self._obstacle()
-            pause.is_draining = pause.mode == "wait" and self.scheduler.has_unfinished()
-            if pause.is_draining and obstacle is not None:
-                raise EngineAsleepError(f"'wait' would never end, since requests in flight cannot run: {obstacle}")
-            self._pause = pause
+            self._stop(update)
+        if update.is_draining:
+            try:
+                self._drain(update, timeout)
+            except TimeoutError as error:
+                raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {timeout} s: {error}") from error
+
+    def _stop(self, pause: _Pause) -> None:
+        """Lets nobody else in, and no step run until `_pause` is cleared; where requests are waited for, they still
+        have to be drained. `lock` is held."""
+        if self._pause is not None:
+            raise PolicyUpdateError(
+                f"{self._pause.conflict}: before it has ended no update can begin, and the engine cannot sleep"
+            )
+        pause.is_draining = pause.mode == "wait" and self.scheduler.has_unfinished()
+        obstacle = self._obstacle()
+        if pause.is_draining and obstacle is not None:
+            raise EngineAsleepError(f"'wait' would never end, since requests in flight cannot run: {obstacle}")
+        self._pause = pause
+        try:
             if pause.mode == "abort":
                 self._abort_all()
                 self.flush()
-        if pause.is_draining:
-            self._drain(timeout)
+        except BaseException:
+            self._pause = None
+            raise
 
-    def _drain(self, timeout: float | None) -> None:
-        """Runs the requests in flight to their end, other threads between the steps. Where it fails the engine goes on
-        as before."""
+    def _drain(self, pause: _Pause, timeout: float | None) -> None:
+        """Runs the requests in flight to their end; other threads have the lock between the steps. Where it fails the
+        engine goes on as before."""
         deadline = None if timeout is None else time.perf_counter() + timeout
-        drained = False
         try:
-            while not drained:
+            while pause.is_draining:
                 with self.lock:
-                    assert self._pause is not None
                     if deadline is not None and time.perf_counter() > deadline and self.scheduler.has_unfinished():
                         count = len(self.scheduler.unfinished())
                         raise TimeoutError(f"{count} requests in flight had not ended after {timeout} s, and go on")
                     self.deliver(self.step())
-                    drained = not self.scheduler.has_unfinished()
-                    self._pause.is_draining = not drained
+                    pause.is_draining = self.scheduler.has_unfinished()
         finally:
-            if not drained:
+            if pause.is_draining:
                 with self.lock:
                     self._pause = None
 
@@ -614,7 +622,7 @@ class EngineCore:
     def restore(self, receipt: Receipt) -> None:
         guard = SharedWeightsGuard(self.parameters()) if self._guard is not None else None
         with self.lock:
-            if self._policy_version != receipt.policy_version:
+            if self.scheduler.policy_version != receipt.policy_version:  # also where `invalidate` came half-way
                 self._take_version(receipt.policy_version)
             self._receipt, self._guard = receipt, guard
             self._go_on()

@@ -36,6 +36,7 @@ def join_wake_reports(reports: Sequence[WakeReport]) -> WakeReport:
         _join([report.resumed for report in reports]),
         sum(report.resident_before for report in reports),
         sum(report.resident_after for report in reports),
+        _join([report.resumed_on_host for report in reports]),
     )
 
 

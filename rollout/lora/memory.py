@@ -73,8 +73,8 @@ class AdapterMemory:
         """Gives the memory back: no slot holds anything."""
         self.slab.release()
 
-    def resume(self) -> None:
-        self.slab.resume()
+    def resume(self) -> int:
+        return self.slab.resume()
 
     def prepared(self, adapter: Adapter) -> Adapter:
         """A copy of the adapter in the memory's dtypes and on its device. Checks that it fits, and writes nothing; the

@@ -99,11 +99,13 @@ class PinnedSlab(Slab):
         self._locked = False
         self.resume()
 
-    def resume(self) -> None:
+    def resume(self) -> int:
         """Raises `RuntimeError` where the operating system does not let so many pages be locked."""
-        if not self._locked:
-            _check_runtime(_runtime().cudaHostRegister(self.address, self.num_bytes, 0))
-            self._locked = True
+        if self._locked:
+            return 0
+        _check_runtime(_runtime().cudaHostRegister(self.address, self.num_bytes, 0))
+        self._locked = True
+        return self.num_bytes
 
     def release(self) -> None:
         if self._locked:

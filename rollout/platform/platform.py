@@ -27,8 +27,9 @@ class Memory(Protocol):
         """Gives the memory back. The tensors stay, but may not be read or written before `resume`."""
         ...
 
-    def resume(self) -> None:
-        """Takes memory into use again, all zeros. Nothing changes where it was not released."""
+    def resume(self) -> int:
+        """Takes memory into use again, all zeros; the bytes that this took at once. Nothing changes, and 0, where it
+        was not released. Where it raises, the memory stays released."""
         ...
 
     def resident_bytes(self) -> int: ...

@@ -64,13 +64,20 @@ class StorageSlab(_Carved):
     def release(self) -> None:
         self._base.untyped_storage().resize_(0)
 
-    def resume(self) -> None:
-        """Raises `torch.OutOfMemoryError`, and stays released, where the device has no such memory left."""
+    def resume(self) -> int:
+        """The bytes that this took. Raises `torch.OutOfMemoryError`, and stays released, where the device has no such
+        memory left."""
         storage = self._base.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.num_bytes)
+        if storage.nbytes() > 0:
+            return 0
+        storage.resize_(self.num_bytes)
+        try:
             with torch.inference_mode(self._base.is_inference()):
                 self._base.zero_()
+        except BaseException:
+            self.release()
+            raise
+        return self.num_bytes
 
     def resident_bytes(self) -> int:
         return self._base.untyped_storage().nbytes()
@@ -108,11 +115,17 @@ class SavedSlab(_Carved):
             self._saver.pause(self._tag)
             self._paused = True
 
-    def resume(self) -> None:
-        if self._paused:
-            self._saver.resume(self._tag)
-            self._paused = False
+    def resume(self) -> int:
+        if not self._paused:
+            return 0
+        self._saver.resume(self._tag)
+        self._paused = False
+        try:
             self._base.zero_()
+        except BaseException:
+            self.release()
+            raise
+        return self.num_bytes
 
     def resident_bytes(self) -> int:
         return 0 if self._paused else self.num_bytes

@@ -21,7 +21,10 @@ class Holder(Protocol):
 
     def release(self) -> None: ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> int:
+        """Takes the memory into use again, if it was released; the bytes that this took at once. Where it raises, the
+        memory stays released."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,9 @@ class CountedHolder:
         if self.free is not None:
             self.free()
 
-    def resume(self) -> None:
+    def resume(self) -> int:
         """What was freed is made again where it is needed."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class SleepReport:
     """What each owner gave back, and what the operating system or the driver says about it, in bytes."""
 
     released: dict[str, int]  # what lay on the engine's device
-    resident_before: int
+    resident_before: int  # without what the process held unused, which went back first
     resident_after: int
     released_on_host: dict[str, int] = field(default_factory=dict)  # by an engine that runs on another device
 
@@ -120,9 +124,10 @@ class WakeReport:
     """What each owner took into use again, and what the operating system or the driver says about it, in bytes. On a
     CPU that is nothing yet: each page comes when it is written."""
 
-    resumed: dict[str, int]
+    resumed: dict[str, int]  # what lies on the engine's device
     resident_before: int
     resident_after: int
+    resumed_on_host: dict[str, int] = field(default_factory=dict)  # by an engine that runs on another device
 
     @property
     def total_resumed(self) -> int:
@@ -200,6 +205,7 @@ class MemoryLedger:
     def release(self, owners: Iterable[str]) -> SleepReport:
         """Gives the owners' memory back. `ValueError` for an owner that is not registered."""
         owners = self._known(owners)
+        self._trim()  # else what was unused before would look as if the owners had given it back
         before = self._used()
         held = self._resident(owners)
         for holder in self._of(owners):
@@ -218,21 +224,23 @@ class MemoryLedger:
         """
         owners = self._known(owners)
         before = self._used()
-        held = self._resident(owners)
+        resumed = dict.fromkeys(owners, 0)
         taken: list[Holder] = []
         try:
-            for holder in self._of(owners):
-                if held[id(holder)] == 0:  # asleep, or with nothing in it that could get lost
-                    taken.append(holder)
-                holder.resume()
+            for owner in owners:
+                for holder in self._holders[owner]:
+                    count = holder.resume()
+                    resumed[owner] += count
+                    if count:  # else it was awake, and holds what must not get lost
+                        taken.append(holder)
         except BaseException:
             for holder in reversed(taken):
                 holder.release()
             self._trim()
             raise
-        now = self._resident(owners)
-        resumed = {owner: self._sum(owner, now) - self._sum(owner, held) for owner in owners}
-        return WakeReport(resumed, before, self._used())
+        on_host = {owner: count for owner, count in resumed.items() if owner in self._on_host}
+        on_device = {owner: count for owner, count in resumed.items() if owner not in self._on_host}
+        return WakeReport(on_device, before, self._used(), on_host)
 
     def _known(self, owners: Iterable[str]) -> list[str]:
         owners = list(dict.fromkeys(owners))

@@ -77,8 +77,9 @@ class Slab:
         """Gives every page back to the operating system. Tensors stay valid, at the same addresses, and read zeros."""
         self._mapping.madvise(mmap.MADV_DONTNEED, self._start, self.num_bytes)
 
-    def resume(self) -> None:
-        """Nothing to do: the operating system gives each page back when it is written."""
+    def resume(self) -> int:
+        """Nothing to do, and 0 bytes taken: the operating system gives each page back when it is written."""
+        return 0
 
     def resident_bytes(self) -> int:
         """Bytes of physical memory that the slab holds now, as `/proc/self/smaps` counts them."""

@@ -270,18 +270,3 @@ def test_weights_that_a_trainer_shares_survive_level_2(policies: Policies):
     assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
     llm.wake_up()
     assert_same_samples(llm.generate(prompt, GREEDY), before)
-
-
-def test_cycles_of_sleep_update_and_generate_do_not_grow(policies: Policies):
-    llm, prompts = policies.engine(), [random_prompt(30, seed=index) for index in range(4)]
-    weights = [policies.weights(number) for number in range(2)]
-    sizes = []
-    for cycle in range(40):
-        llm.sleep(1 + cycle % 2)
-        llm.wake_up(["weights"])
-        push_mapping(llm, weights[cycle % 2])
-        llm.wake_up(["kv_cache"])
-        llm.generate(prompts, SAMPLED)
-        sizes.append(process_resident_bytes())
-    assert max(sizes[20:]) - max(sizes[8:20]) < 2 * MIB
-    assert llm.policy_version == 40

@@ -32,10 +32,10 @@ ENGINE: dict[str, Any] = {"block_size": 8, "max_num_seqs": 12, "kv_cache_memory"
 class MovingSlab(StorageSlab):
     """Comes back elsewhere for sure: something else has taken its place."""
 
-    def resume(self) -> None:
+    def resume(self) -> int:
         if self.resident_bytes() == 0:
             self.in_its_place = torch.empty(self.num_bytes, dtype=torch.uint8)
-        super().resume()
+        return super().resume()
 
 
 class CudaLikePlatform(CpuPlatform):

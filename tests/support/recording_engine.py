@@ -27,7 +27,7 @@ EMBED, HEAD = NAMES[0], "lm_head.weight"
 COMPLETE = ["pause", "wake_weights", "post_process", "invalidate", "resume"]  # the calls of an update that succeeds
 
 
-class InjectedError(Exception):
+class InjectedError(RuntimeError):
     """The fault that a test asked for."""
 
 
@@ -52,6 +52,7 @@ class RecordingEngine:
         self.copied: dict[
             str, torch.Tensor
         ] = {}  # of the embedding, which a test puts there and keeps up to date or not
+        self.remakes_copies = False  # in post_process
         self.fail_at = fail_at
         self.calls: list[str] = []
         self.policy_version = 0
@@ -102,6 +103,8 @@ class RecordingEngine:
 
     def post_process(self) -> None:
         self._record("post_process")
+        if self.remakes_copies:
+            self.copied = {name: self.tensors[EMBED].clone() for name in self.copied}
 
     def invalidate(self, version: int) -> None:
         self._record("invalidate")

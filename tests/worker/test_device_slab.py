@@ -117,8 +117,63 @@ def test_the_ledger_counts_device_memory_by_the_driver_and_host_memory_beside_it
     asleep = ledger.release(["kv_cache", "swap"])
     assert asleep.released == {"kv_cache": 5000} and asleep.released_on_host == {"swap": 700}
     assert (asleep.resident_before, asleep.resident_after, asleep.difference) == (8100, 3100, 0)
-    assert trims == [1]
-    ledger.resume(["kv_cache", "swap"])
+    assert len(trims) == 2  # before, so that nothing else is counted, and after
+    awake = ledger.resume(["kv_cache", "swap"])
+    assert awake.resumed == {"kv_cache": 5000} and awake.resumed_on_host == {"swap": 700}
+    assert (awake.resident_before, awake.resident_after, awake.difference) == (3100, 8100, 0)
     assert ledger.report().process_resident == 8100
     with pytest.raises(ValueError, match=r"unknown owners \['drafter'\]"):
         ledger.resume(["drafter"])
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_ledger_that_cannot_resume_one_holder_gives_back_those_it_has_resumed(failing: int) -> None:
+    # case SW-07
+    slabs = [StorageSlab(owner, 1000, CPU) for owner in ("weights", "kv_cache", "kv_cache", "swap")]
+    trims: list[int] = []
+    ledger = MemoryLedger(lambda: sum(slab.resident_bytes() for slab in slabs), lambda: trims.append(1))
+    for slab in slabs:
+        ledger.register(slab.owner, slab)
+    tensor = slabs[0].carve((8,), torch.float32)
+    tensor.fill_(3)
+    ledger.release(["kv_cache", "swap"])
+    victim = slabs[1 + failing]
+    resume, num_trims = victim.resume, len(trims)
+
+    def out_of_memory() -> int:
+        raise torch.OutOfMemoryError("injected")
+
+    victim.resume = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        ledger.resume(["weights", "kv_cache", "swap"])
+    assert [slab.resident_bytes() for slab in slabs] == [1000, 0, 0, 0]
+    assert tensor.tolist() == [3.0] * 8  # what was awake was not touched
+    assert len(trims) == num_trims + 1
+    victim.resume = resume  # type: ignore[method-assign]
+    assert ledger.resume(["weights", "kv_cache", "swap"]).resumed == {"weights": 0, "kv_cache": 2000, "swap": 1000}
+
+
+def test_memory_that_comes_and_cannot_be_cleared_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # case SW-07
+    saver = FakeSaver()
+    slabs = [StorageSlab("kv_cache", 1000, CPU), SavedSlab("kv_cache", 1000, CPU, saver)]
+    for slab in slabs:
+        slab.release()
+
+        def failing(tensor: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("injected")
+
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(torch.Tensor, "zero_", failing)
+            slab.resume()
+        assert slab.resident_bytes() == 0
+        assert (slab.resume(), slab.resume(), slab.resident_bytes()) == (1000, 0, 1000)
+
+
+def test_an_owner_that_has_gone_is_no_longer_counted() -> None:
+    ledger = MemoryLedger(lambda: 0, lambda: None)
+    ledger.register("undo_log", lambda: 5, on_host=True)
+    ledger.unregister("undo_log")
+    assert ledger.owners == ()
+    with pytest.raises(ValueError, match=r"unknown owners \['undo_log'\]"):
+        ledger.unregister("undo_log")
