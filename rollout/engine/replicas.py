@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -160,7 +160,10 @@ class EngineReplicas:
             self._changed.wait_for(lambda: not self.is_held or until())
 
     def check_running(self) -> None:
-        self._call_all(type(None), "check_running")
+        """Raises the error that says why the requests in flight are held, if they are. That a worker has died is said
+        by `step`, after all that came before."""
+        with suppress(WorkerDiedError, EngineClosedError):
+            self._call_all(type(None), "check_running")
 
     def check_ready(self) -> None:
         self._group.check_alive()

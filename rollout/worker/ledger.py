@@ -85,11 +85,11 @@ class LedgerReport:
         return self.process_resident - self.accounted
 
     def __str__(self) -> str:
-        lines = [f"{'owner':<12} {'reserved':>10} {'resident':>10}"]
-        lines += [f"{e.owner:<12} {format_bytes(e.reserved):>10} {format_bytes(e.resident):>10}" for e in self.entries]
-        lines.append(f"{'(others)':<12} {'':>10} {format_bytes(self.unaccounted):>10}")
-        lines.append(f"{'process':<12} {'':>10} {format_bytes(self.process_resident):>10}")
-        return "\n".join(lines)
+        rows = [(e.owner, format_bytes(e.reserved), format_bytes(e.resident)) for e in self.entries]
+        rows = [("owner", "reserved", "resident"), *rows, ("(others)", "", format_bytes(self.unaccounted))]
+        rows.append(("process", "", format_bytes(self.process_resident)))
+        width = max(12, *(len(owner) for owner, _, _ in rows))
+        return "\n".join(f"{owner:<{width}} {reserved:>10} {resident:>10}" for owner, reserved, resident in rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from rollout import LLM, SamplingParams
 from rollout.errors import WorkerDiedError
 from rollout.weights.transaction import Outcome
-from tests.support.extension import kill_rank
+from tests.support.extension import end_soon, kill_rank
 from tests.support.policies import InFlight, Policies, random_prompt
 from tests.support.processes import PATIENCE, is_running, kill, until
 from tests.support.tiny import make_tiny_llama
@@ -38,8 +38,9 @@ def test_a_worker_killed_while_generating_ends_the_call_with_all_that_was_sample
             outputs |= {output.request_id: output for output in llm.step()}
         ids = llm.enqueue(PROMPTS, params)
         outputs |= {output.request_id: output for output in llm.step()}
-        kill(pids[1])
         with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL") as caught:
+            llm.collective_rpc(kill_rank, args=(1,))
+        with pytest.raises(WorkerDiedError, match="rank 1") as caught:
             while llm.num_unfinished:
                 outputs |= {output.request_id: output for output in llm.step()}
         error = caught.value
@@ -64,22 +65,19 @@ def test_a_worker_killed_while_generating_ends_the_call_with_all_that_was_sample
 
 
 @pytest.mark.slow
-def test_a_worker_killed_in_a_call_or_while_idle_is_noticed_by_every_thread(tmp_path: Path) -> None:
+def test_a_worker_that_ends_while_idle_is_noticed_by_the_next_call_with_what_it_wrote(tmp_path: Path) -> None:
     with LLM(make_tiny_llama(tmp_path), **OPTIONS) as llm:
         pids = llm._engine.process_ids  # type: ignore[attr-defined]
-        long = SamplingParams(n=4, max_tokens=490, ignore_eos=True)
-        flight = InFlight(llm, PROMPTS, long)
-        with pytest.raises(WorkerDiedError, match="rank 0") as caught, flight:
-            flight.wait_for_steps(5)
-            with pytest.raises(WorkerDiedError, match="rank 0"):
-                llm.collective_rpc(kill_rank, args=(0,))
-        assert [output.prompt_token_ids for output in caught.value.outputs] == PROMPTS
-        assert all(completion.finish_reason for output in caught.value.outputs for completion in output.outputs)
+        llm.collective_rpc(end_soon, args=(0, "the licence has run out", 3))
+        until(lambda: not is_running(pids[0]), "the end of rank 0")
+        for call in (lambda: llm.generate(PROMPTS), llm.verify, lambda: llm.enqueue(PROMPTS)):
+            with pytest.raises(WorkerDiedError, match=r"rank 0 .* exited with code 3; .*\n  the licence has run out"):
+                call()
         assert is_running(pids[1])
-        kill(pids[1])
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 def test_errors_at_the_start_are_raised_as_they_are(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path)
     with pytest.raises(ValueError, match="kv_cache_memory=10 is not valid") as alone:
@@ -88,13 +86,6 @@ def test_errors_at_the_start_are_raised_as_they_are(tmp_path: Path) -> None:
         LLM(folder, kv_cache_memory=10, data_parallel_size=2)
     assert str(caught.value) == str(alone.value)
     assert "rank 0" in caught.value.__notes__[0]
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_at_the_start_is_reported_with_what_it_wrote(tmp_path: Path) -> None:
-    extension = "tests.support.extension.DeadlyExtension"
-    with pytest.raises(WorkerDiedError, match=r"exited with code 3; .*\n  no licence for this worker"):
-        LLM(make_tiny_llama(tmp_path), **OPTIONS, worker_extension_cls=extension)
 
 
 PARENT = """
