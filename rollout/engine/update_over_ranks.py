@@ -64,7 +64,8 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         timeout: float | None,
         roll_back: bool,
     ) -> None:
-        # The base asks for the policy version and for adapters, of which there are none: every step that touches the engine is another one here.
+        # The base asks for the policy version, and for adapters, of which there are none: every step that touches the
+        # engine is another one here.
         super().__init__(engines, version, in_flight, timeout, roll_back)  # type: ignore[arg-type]
         self._engines = engines
         self._bucket = engines.bucket
