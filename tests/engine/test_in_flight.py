@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from rollout import LLM, SamplingParams
+from rollout import LLM, RequestOutput, SamplingParams
 from rollout.errors import (
     EngineAsleepError,
     EngineUnusableError,
@@ -19,7 +23,7 @@ from rollout.errors import (
 )
 from rollout.prompts import Prompt
 from rollout.weights.receipt import Receipt
-from rollout.weights.target import InFlightMode
+from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode
 from tests.support.oracle import sampled_reference
 from tests.support.policies import (
     GREEDY,
@@ -427,3 +431,70 @@ def test_requests_end_with_what_they_have_where_the_engine_becomes_unusable(poli
         llm.generate(PROMPTS[0], GREEDY)
     push_mapping(llm, policies.weights(2))
     assert_sampled_by(policies.reference(2), llm.generate(PROMPTS[0], GREEDY)[0])
+
+
+# Everything at once
+
+
+@pytest.mark.slow
+def test_threads_that_generate_through_updates_and_sleeps_lose_nothing_and_mix_nothing(policies: Policies):
+    """Even versions hold W0, odd ones W1. What a policy sampled alone is, bit for bit, what it samples undisturbed."""
+    llm = policies.engine(max_num_seqs=5, max_num_batched_tokens=16, kv_cache_memory="560KiB")
+    weights = [policies.weights(number) for number in range(2)]
+    params = [SamplingParams(n=2, seed=seed, max_tokens=25, ignore_eos=True) for seed in range(3)]
+    prompts = [random_prompt(21), random_prompt(21)[:14] + random_prompt(9, seed=1), random_prompt(5, seed=2)]
+    expected = [
+        [policies.engine(number).generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+        for number in range(2)
+    ]
+    outputs: list[tuple[int, RequestOutput]] = []
+    done = threading.Event()
+
+    def generate(number: int) -> None:
+        while not done.is_set():
+            try:
+                outputs.append((number, llm.generate([prompts[number]], params[number], use_tqdm=False)[0]))
+            except EngineAsleepError:
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        threads = [pool.submit(generate, number) for number in range(3)]
+        try:
+            for version in range(1, 33):
+                mode = IN_FLIGHT_MODES[version % 4]
+                if version % 3 == 0:
+                    llm.sleep(0 if mode == "keep" else 1, mode)
+                before = len(outputs)
+                fails = version % 5 == 0
+                with suppress(KeyError), llm.policy_update(version, in_flight=mode, roll_back=fails) as open_update:
+                    names = list(weights[version % 2])
+                    open_update.load({name: weights[version % 2][name] for name in names[: 9 if fails else None]})
+                    if fails:
+                        raise KeyError
+                llm.wake_up()
+                deadline = time.monotonic() + 60
+                while len(outputs) < before + 2 and time.monotonic() < deadline:
+                    time.sleep(0.001)
+        finally:
+            done.set()
+        for thread in threads:
+            thread.result(timeout=120)
+    assert llm.policy_version == 32
+    assert_idle(llm)
+    assert len(outputs) > 60
+    num_mixed = 0
+    for number, output in outputs:
+        for sample, *pure in zip(output.outputs, *(expected[k][number].outputs for k in range(2)), strict=True):
+            spans = sample.policy_versions
+            assert sample.finish_reason == "length" or sample.finish_reason == "abort"
+            assert len(sample.raw_logprobs) == len(sample.token_ids)
+            assert len(sample.token_ids) == 25 or sample.finish_reason == "abort"
+            if not spans:
+                continue
+            assert set(output.receipt_ids) >= {span.version for span in spans}
+            first = pure[spans[0].version % 2]
+            end = spans[0].end
+            assert sample.token_ids[:end] == first.token_ids[:end]
+            np.testing.assert_array_equal(sample.raw_logprobs[:end], first.raw_logprobs[:end])
+            num_mixed += len(spans) > 1
+    assert num_mixed > 5
