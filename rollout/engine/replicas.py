@@ -176,6 +176,9 @@ class EngineReplicas:
     def check_fits(self, request: Request) -> None:
         check_fits(request, self._limits)
 
+    def adapters(self) -> None:
+        """The engines apply no adapters: `enable_lora` is refused with several."""
+
     def adapters_for(self, choices: Sequence[LoRARequest | str | None]) -> list[LoadedAdapter | None]:
         """None for each request: raises `ValueError` for one that names an adapter, which only one engine can have."""
         if any(choice is not None for choice in choices):
