@@ -177,7 +177,7 @@ class EngineReplicas:
         check_fits(request, self._limits)
 
     def adapters(self) -> None:
-        """None: replicas have no memory for LoRA adapters."""
+        """The engines apply no adapters: `enable_lora` is refused with several."""
 
     def adapters_for(self, choices: Sequence[LoRARequest | str | None]) -> list[LoadedAdapter | None]:
         """None for each request: raises `ValueError` for one that names an adapter, which only one engine can have."""

@@ -21,6 +21,7 @@ _COLUMNS = tuple(map(attrgetter, ("raw_logprobs", "sampled_logprobs", "kept_mass
 
 def pack_family(leader: Request, handles: Sequence[int]) -> Family:
     """A leader and its siblings as one message; `handles` has a number for each, the leader's first."""
+    assert leader.lora_request is None, "adapters are refused where there are several engines"
     samples = [leader, *leader.siblings]
     return Family(
         group_id=leader.group_id,

@@ -282,6 +282,10 @@ def test_what_needs_one_process_says_so(engines: Engines) -> None:
         engines.two.profile()
     with pytest.raises(ValueError, match="data_parallel_size=2"):
         _ = engines.two.engine
+    with pytest.raises(ValueError, match="lora_request is not supported with data_parallel_size=2"):
+        engines.two.generate(PROMPTS, lora_request="style")
+    with pytest.raises(ValueError, match="enable_lora=True is not supported with data_parallel_size=2"):
+        LLM(engines.two.config.model, data_parallel_size=2, enable_lora=True)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5])
@@ -378,6 +382,8 @@ def test_a_request_is_sent_whole() -> None:
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
     state |= {"kept_mass", "entropy", "prompt_logprobs"}
-    assert {field.name for field in fields(Request)} == given.keys() | state  # a new field has to be sent as well
+    refused = {"lora_request", "adapter_slot", "adapter_key"}
+    # A new field has to be sent as well.
+    assert {field.name for field in fields(Request)} == given.keys() | state | refused
     for sent, arrived in zip((leader, *leader.siblings), unpack_family(pack_family(leader, [4, 5])), strict=True):
         assert {name: getattr(arrived, name) for name in given} == {name: getattr(sent, name) for name in given}
