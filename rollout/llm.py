@@ -129,10 +129,13 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended.
 
-        Raises the error that says why, while a policy update is open or the engine sleeps and requests are held.
+        While a policy update is open or the engine sleeps, and requests are held, there is no step: returns what has
+        ended (was aborted), or raises the error that says why there is nothing.
         """
         with self._lock:
-            self._delivery.step()
+            has_ended = any(group.num_unfinished == 0 for group in self._enqueued.values())
+            if not (has_ended and self._engine.is_held):
+                self._delivery.step()
             done = [group for group in self._enqueued.values() if group.num_unfinished == 0]
             for group in done:
                 del self._enqueued[group.group_id], self._delivery.groups[group.group_id]

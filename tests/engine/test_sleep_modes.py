@@ -200,9 +200,13 @@ def test_held_requests_can_be_aborted_and_closing_returns_them(policies: Policie
     llm.sleep(1, "recompute")
     llm.abort([first])
     assert llm.num_unfinished == 2
+    outputs = llm.step()
+    assert [output.request_id for output in outputs] == [first]
+    with pytest.raises(EngineAsleepError):
+        llm.step()
     llm.close()
     assert llm.num_unfinished == 0
-    for output in llm.wait_for_completion():
+    for output in outputs + llm.wait_for_completion():
         assert {sample.finish_reason for sample in output.outputs} == {"abort"}
         assert all(sample.token_ids for sample in output.outputs)
     assert_idle(llm)
