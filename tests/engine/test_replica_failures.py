@@ -15,7 +15,7 @@ import torch
 from rollout import LLM, SamplingParams
 from rollout.errors import WorkerDiedError
 from rollout.weights.transaction import Outcome
-from tests.support.extension import end_soon, kill_rank
+from tests.support.extension import delay_steps, end_soon, kill_rank
 from tests.support.policies import InFlight, Policies, random_prompt
 from tests.support.processes import PATIENCE, is_running, kill, until
 from tests.support.tiny import make_tiny_llama
@@ -36,6 +36,7 @@ def test_a_worker_killed_while_generating_ends_the_call_with_all_that_was_sample
         outputs = {}
         while len(outputs) < 2:  # the short ones
             outputs |= {output.request_id: output for output in llm.step()}
+        llm.collective_rpc(delay_steps, args=(0.02,))
         ids = llm.enqueue(PROMPTS, params)
         outputs |= {output.request_id: output for output in llm.step()}
         with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL") as caught:
@@ -121,6 +122,7 @@ def test_a_worker_killed_in_a_policy_update_ends_it_with_an_error_that_names_it(
     with policies.engine(data_parallel_size=2) as llm:
         pids = llm._engine.process_ids  # type: ignore[attr-defined]
         long = SamplingParams(max_tokens=480, ignore_eos=True)
+        llm.collective_rpc(delay_steps, args=(0.02,))
         flight = InFlight(llm, PROMPTS, long)
         with pytest.raises(WorkerDiedError, match="rank 1") as waiting, flight:
             flight.wait_for_steps(5)

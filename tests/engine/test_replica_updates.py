@@ -50,6 +50,7 @@ from tests.support.policies import (
     assert_is_beginning,
     assert_same_samples,
     random_prompt,
+    slow_steps,
 )
 
 PROMPTS = [random_prompt(20, seed) for seed in range(4)]
@@ -376,10 +377,11 @@ def test_weights_changed_on_one_rank_are_found(engines: Engines) -> None:
 def test_abort_returns_what_was_sampled(engines: Engines) -> None:
     # case WS-02
     whole = engines.two.generate(PROMPTS, LONG)
-    with InFlight(engines.two, PROMPTS, LONG) as flight:
+    with slow_steps(engines.two) as at_full_speed, InFlight(engines.two, PROMPTS, LONG) as flight:
         flight.wait_for_steps(10)
         with engines.two.policy_update() as update:
             update.load(engines.policies.weights(1))
+        at_full_speed()
     for part, full in zip(flight.outputs, whole, strict=True):
         assert_is_beginning(part.outputs[0], full.outputs[0])
     engines.assert_both_hold(1)
@@ -400,10 +402,11 @@ def test_wait_runs_requests_to_their_end_under_the_old_policy(engines: Engines) 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_kept_requests_go_on_under_the_new_policy_and_say_so(engines: Engines, mode: Any) -> None:
     old, version = engines.two.generate(PROMPTS, LONG), engines.two.policy_version
-    with InFlight(engines.two, PROMPTS, LONG) as flight:
+    with slow_steps(engines.two) as at_full_speed, InFlight(engines.two, PROMPTS, LONG) as flight:
         flight.wait_for_steps(10)
         with engines.two.policy_update(in_flight=mode) as update:
             update.load(engines.policies.weights(1))
+        at_full_speed()
     for output, before in zip(flight.outputs, old, strict=True):
         (completion,) = output.outputs
         spans = completion.policy_versions
@@ -422,13 +425,14 @@ def test_kept_requests_go_on_under_the_new_policy_and_say_so(engines: Engines, m
 
 def test_kept_requests_go_on_where_the_update_is_rolled_back(engines: Engines, small_buckets: None) -> None:
     whole = engines.two.generate(PROMPTS, LONG)
-    with InFlight(engines.two, PROMPTS, LONG) as flight:
+    with slow_steps(engines.two) as at_full_speed, InFlight(engines.two, PROMPTS, LONG) as flight:
         flight.wait_for_steps(10)
         with (
             pytest.raises(OSError, match="the trainer stops"),
             engines.two.policy_update(in_flight="keep", roll_back=True) as update,
         ):
             fail_here(engines, update)
+        at_full_speed()
     assert_same_samples(flight.outputs, whole)
     engines.assert_both_hold(0)
 
@@ -437,10 +441,11 @@ def test_kept_requests_end_with_what_they_have_where_the_engine_becomes_unusable
     engines: Engines, small_buckets: None
 ) -> None:
     whole = engines.two.generate(PROMPTS, LONG)
-    with InFlight(engines.two, PROMPTS, LONG) as flight:
+    with slow_steps(engines.two) as at_full_speed, InFlight(engines.two, PROMPTS, LONG) as flight:
         flight.wait_for_steps(10)
         with pytest.raises(OSError, match="the trainer stops"), engines.two.policy_update(in_flight="keep") as update:
             fail_here(engines, update)
+        at_full_speed()
     for part, full in zip(flight.outputs, whole, strict=True):
         assert_is_beginning(part.outputs[0], full.outputs[0])
     engines.assert_both_refuse("the trainer stops")
@@ -449,11 +454,12 @@ def test_kept_requests_end_with_what_they_have_where_the_engine_becomes_unusable
 def test_a_time_limit_that_passes_while_waiting_lets_requests_go_on(engines: Engines) -> None:
     params = SamplingParams(n=4, max_tokens=450, seed=4, ignore_eos=True)
     whole = engines.two.generate(PROMPTS, params)
-    with InFlight(engines.two, PROMPTS, params) as flight:
+    with slow_steps(engines.two) as at_full_speed, InFlight(engines.two, PROMPTS, params) as flight:
         flight.wait_for_steps(5)
         limited = engines.two.policy_update(in_flight="wait", timeout=1e-6)
         with pytest.raises(PolicyUpdateTimeoutError, match="had not ended after 1e-06 s"), limited:
             pass
+        at_full_speed()
     assert_same_samples(flight.outputs, whole)
     engines.assert_both_hold(0)
 
@@ -461,10 +467,11 @@ def test_a_time_limit_that_passes_while_waiting_lets_requests_go_on(engines: Eng
 def test_sleep_that_keeps_requests_lets_them_go_on_after_waking(engines: Engines) -> None:
     # case SW-05
     whole = engines.two.generate(PROMPTS, LONG)
-    with InFlight(engines.two, PROMPTS, LONG) as flight:
+    with slow_steps(engines.two) as at_full_speed, InFlight(engines.two, PROMPTS, LONG) as flight:
         flight.wait_for_steps(10)
         engines.two.sleep(1, mode="recompute")
         assert engines.two.is_sleeping
         engines.two.wake_up()
+        at_full_speed()
     assert_same_samples(flight.outputs, whole)
     engines.assert_both_hold(0)

@@ -16,13 +16,14 @@ from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
 from tests.support.extension import (
     OwnError,
+    delay_steps,
     fail_in_step,
     process_id,
     sum_of_parameter,
     torch_threads,
     unpicklable_result,
 )
-from tests.support.policies import InFlight, assert_is_beginning, assert_same_samples, random_prompt
+from tests.support.policies import InFlight, assert_is_beginning, assert_same_samples, random_prompt, slow_steps
 from tests.support.processes import is_running
 from tests.support.tiny import make_tiny_llama
 
@@ -58,6 +59,7 @@ def assert_closes_with_nothing_left(llm: LLM) -> None:
     pids, folder = engine.process_ids, engine._group._folder  # type: ignore[attr-defined]
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
     whole = llm.generate(PROMPTS, LONG)
+    llm.collective_rpc(delay_steps, args=(0.02,))
     with InFlight(llm, PROMPTS, LONG) as flight:
         flight.wait_for_steps(10)
         llm.close()
@@ -169,9 +171,10 @@ def test_two_threads_get_their_own_outputs(engines: Engines) -> None:
 
 def test_aborted_requests_return_what_was_sampled(engines: Engines) -> None:
     whole = engines.one.generate(PROMPTS[:2], LONG)
-    ids = engines.two.enqueue(PROMPTS[:2], LONG)
-    engines.two.step()
-    engines.two.abort([*ids, "unknown"])
+    with slow_steps(engines.two):
+        ids = engines.two.enqueue(PROMPTS[:2], LONG)
+        engines.two.step()
+        engines.two.abort([*ids, "unknown"])
     aborted = engines.two.wait_for_completion()
     assert [output.request_id for output in aborted] == ids
     for part, full in zip(aborted, whole, strict=True):
@@ -198,8 +201,8 @@ def test_a_bad_prompt_is_refused_before_any_is_queued(engines: Engines) -> None:
 def test_an_error_of_a_step_is_raised_and_no_token_is_lost(engines: Engines) -> None:
     params = SamplingParams(n=2, max_tokens=30, seed=8, ignore_eos=True)
     expected = engines.one.generate(PROMPTS[:2], params)
-    engines.two.enqueue(PROMPTS[:2], params)
     engines.two.collective_rpc(fail_in_step, args=(1, 2))
+    engines.two.enqueue(PROMPTS[:2], params)
     outputs: list[RequestOutput] = []
     with pytest.raises(OSError, match="fell off the bus") as caught:
         while engines.two.num_unfinished:
@@ -227,7 +230,7 @@ def test_an_error_of_a_step_ends_the_generate_that_gets_it(engines: Engines) -> 
 def test_sleep_on_all_ranks_returns_what_was_sampled_and_refuses_until_woken(engines: Engines) -> None:
     # case SW-05
     whole = engines.one.generate(PROMPTS[:2], LONG)
-    with InFlight(engines.two, PROMPTS[:2], LONG) as flight:
+    with slow_steps(engines.two), InFlight(engines.two, PROMPTS[:2], LONG) as flight:
         flight.wait_for_steps(10)
         report = engines.two.sleep(1)
     assert report.released["rank 0 kv_cache"] > 0 and report.released["rank 1 kv_cache"] > 0

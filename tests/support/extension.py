@@ -92,6 +92,20 @@ def fail_in_step(worker: Worker, rank: int, number: int) -> None:
     worker.execute = failing
 
 
+def delay_steps(worker: Worker, seconds: float) -> None:
+    """Lets every step take so much longer; 0 ends it."""
+    if not seconds:
+        del worker.execute
+        return
+    execute = worker.execute
+
+    def slowly(plan):
+        time.sleep(seconds)
+        return execute(plan)
+
+    worker.execute = slowly
+
+
 def fail_once(worker: Worker, rank: int, method: str) -> None:
     """Lets the next call of a method of that rank's worker raise."""
     if worker.rank == rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from rollout import LLM, SamplingParams
 from rollout.outputs import CompletionOutput, RequestOutput
 from rollout.weights.receipt import Receipt
+from tests.support.extension import delay_steps
 from tests.support.oracle import assert_greedy_matches, load_reference, sampled_reference
 from tests.support.tiny import make_tiny_llama
 
@@ -125,6 +127,16 @@ def assert_is_beginning(partial: CompletionOutput, whole: CompletionOutput) -> N
     assert partial.finish_reason == "abort"
     assert partial.token_ids == whole.token_ids[:count]
     np.testing.assert_array_equal(partial.raw_logprobs, whole.raw_logprobs[:count])
+
+
+@contextmanager
+def slow_steps(llm: LLM) -> Iterator[Callable[[], None]]:
+    """Inside, steps take 20 ms longer, so that workers in other processes do not run away from a test that is slow
+    itself. Yields what ends that."""
+    llm.collective_rpc(delay_steps, args=(0.02,))
+    with ExitStack() as stack:
+        stack.callback(llm.collective_rpc, delay_steps, args=(0,))
+        yield stack.close
 
 
 @dataclass
