@@ -206,18 +206,19 @@ def encode(base: torch.Tensor, new: torch.Tensor, max_fraction: float = 1.0) -> 
 def apply(tensor: torch.Tensor, delta: torch.Tensor) -> None:
     """Puts the changed values of `encode` into a contiguous tensor, in place. Raises `TransportError` where they do
     not fit."""
-    kind = _BITS[tensor.dtype.itemsize]
+    size = tensor.dtype.itemsize
     data = delta.cpu().numpy()
     try:
         form, count = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
-        end = _PREFIX.size + count * tensor.dtype.itemsize
-        values = torch.from_numpy(data[_PREFIX.size : end].copy()).view(kind)
+        end = _PREFIX.size + count * size
+        values = data[_PREFIX.size : end].copy().view(np.uint8 if size == 1 else f"<i{size}")
         where = _positions(form.rstrip(b"\0").decode(), data[end:], tensor.numel())
-    except (struct.error, ValueError, RuntimeError) as error:
+    except (struct.error, ValueError) as error:
         raise TransportError(f"changes came that cannot be read: {error}") from error
     if len(where) != count or len(values) != count or (count and where[-1] >= tensor.numel()):
         raise TransportError(f"{count} changed values do not fit into a tensor of {tensor.numel()}")
-    tensor.view(-1).view(kind)[torch.from_numpy(where).to(tensor.device)] = values.to(tensor.device)
+    bits = tensor.view(-1).view(_BITS[size])
+    bits[torch.from_numpy(where).to(tensor.device)] = torch.from_numpy(values).to(tensor.device)
 
 
 def _positions(form: str, data: np.ndarray, num_values: int) -> np.ndarray:

@@ -148,15 +148,16 @@ def in_process(llm: LLM, folder: Path, transport: str, change: str, count: int) 
         policy: dict[str, torch.Tensor] = dict(llm.shared_model().named_parameters())
     else:
         policy = load(folder)
+    before = start_peak()
     for index in range(count):
         with torch.no_grad():
             changed(policy, change, index)
-        yield update_with(llm, lambda: InProcess(policy)) | {"send": 0.0, "wire": 0.0, "sender memory": 0.0}
+        yield update_with(llm, lambda: InProcess(policy), before) | {"send": 0.0, "wire": 0.0, "sender memory": 0.0}
 
 
-def update_with(llm: LLM, receiver: Callable[[], Transport]) -> dict[str, float]:
-    """One update: its seconds, and how much more memory this process held at its peak than before."""
-    before = start_peak()
+def update_with(llm: LLM, receiver: Callable[[], Transport], before: int) -> dict[str, float]:
+    """One update: its seconds, and how much more memory than `before` this process held at its peak."""
+    start_peak()
     with llm.policy_update() as update:
         update.load(receiver())
     receipt = update.receipt
@@ -180,14 +181,15 @@ def from_trainer(
         "folder": lambda: SafetensorsFolderReceiver(where),
         "sparse": lambda: SparseDeltaReceiver(SharedMemoryReceiver(where)),
     }
+    before = start_peak()
     for _ in range(count):
         here.send(llm.policy_version + 1)
         if transport == "folder":
             sent = here.recv()  # both at once would measure how they share the machine, not what each costs
-            yield update_with(llm, receivers[transport]) | sent
+            yield update_with(llm, receivers[transport], before) | sent
         else:
             assert here.recv() == "ready"
-            yield update_with(llm, receivers[transport]) | here.recv()
+            yield update_with(llm, receivers[transport], before) | here.recv()
     here.send(None)
     trainer.join(60)
 
@@ -198,13 +200,13 @@ def train(connection: Connection, folder: Path, scratch: Path, transport: str, c
     policy = load(folder)
     sender, where = open_sender(transport, scratch)
     connection.send(where)
-    index = 0
+    index, before = 0, start_peak()
     while (version := connection.recv()) is not None:
         changed(policy, change, index)
         index += 1
         if transport != "folder":
             connection.send("ready")
-        before = start_peak()
+        start_peak()
         report = sender.send(version, policy.items())
         connection.send({"send": report.seconds, "wire": report.num_bytes, "sender memory": peak() - before})
     sender.close()

@@ -188,14 +188,14 @@ def test_a_spoilt_policy_is_refused_by_name_and_the_next_one_is_served(
     assert_sampled_by(untied.reference(2), llm.generate(prompt, GREEDY)[0])
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", ["shared_memory", "broadcast", "folder", "sparse_over_shared_memory"])
 def test_a_trainer_that_is_killed_half_way_leaves_an_old_or_unusable_engine(
-    tied: Policies, name: str, tmp_path_factory: pytest.TempPathFactory
+    tied: Policies, name: str, process: PeerProcess, tmp_path_factory: pytest.TempPathFactory
 ):  # case WS-10
     llm, prompt, folder = tied.engine(), random_prompt(13), tmp_path_factory.mktemp("t")
     old = llm.generate(prompt, GREEDY)
-    with PeerProcess() as process:
-        trainer = Trainer(process, name, folder, bucket_bytes=4096)
+    with PeerProcess() as mortal:
+        trainer = Trainer(mortal, name, folder, bucket_bytes=4096)
         trainer.tell(tied, 1, 1, stop_after=9)
         with pytest.raises(TransportError), llm.policy_update(version=1) as update:
             update.load(receiver_of(name, trainer.where, timeout=120.0 if name in CONNECTED else 3.0))
@@ -207,27 +207,27 @@ def test_a_trainer_that_is_killed_half_way_leaves_an_old_or_unusable_engine(
         llm.reset_prefix_cache()
         assert_same_samples(old, llm.generate(prompt, GREEDY))
         llm.verify()
-    with PeerProcess() as process:  # the trainer comes again, at the same place
-        Trainer(process, name, folder).push(llm, tied, 2)
+    Trainer(process, name, folder).push(llm, tied, 2)  # it comes again, at the same place
     assert_sampled_by(tied.reference(2), llm.generate(prompt, GREEDY)[0])
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "broadcast"])
 def test_a_trainer_that_hangs_half_way_ends_the_update_at_the_time_limit(
-    tied: Policies, name: str, tmp_path_factory: pytest.TempPathFactory
+    tied: Policies, name: str, process: PeerProcess, tmp_path_factory: pytest.TempPathFactory
 ):  # case WS-10
     llm = tied.engine()
-    with PeerProcess() as process:
-        trainer = Trainer(process, name, tmp_path_factory.mktemp("t"), bucket_bytes=4096)
-        trainer.tell(tied, 1, 1, stop_after=9, stop_by="SIGSTOP")
-        silence = pytest.raises(TransportError, match=r"silent for 2\.0 s|[tT]imed out")
+    trainer = Trainer(process, name, tmp_path_factory.mktemp("t"), bucket_bytes=4096)
+    trainer.tell(tied, 1, 1, stop_after=9, stop_by="SIGSTOP")
+    silence = pytest.raises(TransportError, match=r"silent for 2\.0 s|[tT]imed out")
+    try:
         with silence, llm.policy_update(version=1) as update:
             update.load(receiver_of(name, trainer.where, timeout=2.0))
-        with pytest.raises(EngineUnusableError, match="TransportError"):
-            llm.generate(random_prompt(5), GREEDY)
+    finally:
         process.resume()
-        assert process.answer()["error"] == "TransportError"  # nor does the trainer hang
-        trainer.push(llm, tied, 1)
+    with pytest.raises(EngineUnusableError, match="TransportError"):
+        llm.generate(random_prompt(5), GREEDY)
+    assert process.answer()["error"] == "TransportError"  # nor does the trainer hang
+    trainer.push(llm, tied, 1)
     assert_sampled_by(tied.reference(1), llm.generate(random_prompt(5), GREEDY)[0])
 
 
