@@ -122,7 +122,9 @@ class ModuleScorer:
         for row, sequence, temperature in zip(logits, sequences, temperatures, strict=True):
             targets = torch.tensor(sequence[1:], device=device)
             raw.append(_gathered(row[: len(sequence) - 1], targets, 1.0))
-            tempered.append(_gathered(row[: len(sequence) - 1], targets, temperature))
+            tempered.append(
+                raw[-1] if temperature == 1.0 else _gathered(row[: len(sequence) - 1], targets, temperature)
+            )
         return Scores(raw, tempered)
 
     def _score_packed(self, sequences: Sequences, temperatures: Sequence[float]) -> Scores:
