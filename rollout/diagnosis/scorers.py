@@ -75,8 +75,8 @@ class ModuleScorer:
         """Its weights under names that `canonical_name` reads; adapters merged. Raises `ValueError` for shards."""
         if any(isinstance(tensor, DTensor) or tensor.numel() == 0 for tensor in self._weights.values()):
             raise ValueError(
-                "trainer holds shards of its parameters (FSDP, ZeRO-3): give a function that returns logprobs as trainer, "
-                "and the gathered tensors as parameters"
+                "trainer holds shards of its parameters (FSDP, ZeRO-3): give a function that returns logprobs as "
+                "trainer, and the gathered tensors as parameters"
             )
         return self._weights if self._names() is not None else policy_tensors(self._module)
 
