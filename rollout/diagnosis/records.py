@@ -102,6 +102,11 @@ def records_of(
         if isinstance(sample, SampleRecord):
             records.append(sample)
             continue
+        if sample.lora_request is not None:
+            raise ValueError(
+                f"samples hold request {sample.request_id!r}, which was sampled with the LoRA adapter "
+                f"{sample.lora_request.lora_name!r}: only samples of the base weights can be diagnosed"
+            )
         records += [
             SampleRecord(
                 prompt_token_ids=sample.prompt_token_ids,

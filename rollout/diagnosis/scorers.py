@@ -73,10 +73,10 @@ class ModuleScorer:
 
     def named_tensors(self) -> NamedTensors:
         """Its weights under names that `canonical_name` reads; adapters merged. Raises `ValueError` for shards."""
-        if any(isinstance(tensor, DTensor) for tensor in self._weights.values()):
+        if any(isinstance(tensor, DTensor) or tensor.numel() == 0 for tensor in self._weights.values()):
             raise ValueError(
-                "trainer holds shards of its parameters (DTensor): give a function that returns logprobs as trainer, "
-                "and the gathered tensors as parameters"
+                "trainer holds shards of its parameters (FSDP, ZeRO-3): give a function that returns logprobs as "
+                "trainer, and the gathered tensors as parameters"
             )
         return self._weights if self._names() is not None else policy_tensors(self._module)
 
@@ -122,7 +122,9 @@ class ModuleScorer:
         for row, sequence, temperature in zip(logits, sequences, temperatures, strict=True):
             targets = torch.tensor(sequence[1:], device=device)
             raw.append(_gathered(row[: len(sequence) - 1], targets, 1.0))
-            tempered.append(_gathered(row[: len(sequence) - 1], targets, temperature))
+            tempered.append(
+                raw[-1] if temperature == 1.0 else _gathered(row[: len(sequence) - 1], targets, temperature)
+            )
         return Scores(raw, tempered)
 
     def _score_packed(self, sequences: Sequences, temperatures: Sequence[float]) -> Scores:

@@ -249,3 +249,26 @@ def test_scoring_several_samples_needs_no_fork():
     family = make_family("a", range(5), n=3, max_tokens=0, scores_prompt=True)
     runner.add(family[0])
     assert sorted(request.request_id for request, _ in runner.run()) == ["a/0", "a/1", "a/2"]
+
+
+def test_another_pool_is_empty_and_keeps_the_policy_version():
+    runner = FakeRunner(make_scheduler(num_blocks=20))
+    runner.scheduler.set_policy_version(3)
+    runner.add(make_request("a", range(10), max_tokens=2))
+    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
+        runner.scheduler.set_num_blocks(8)
+    runner.run()
+    runner.scheduler.set_num_blocks(8)
+    assert is_idle(runner.scheduler)
+    assert runner.scheduler.stats().num_blocks == runner.scheduler.stats().num_free_blocks == 8
+    again = make_request("b", range(10), max_tokens=2)
+    runner.add(again)
+    runner.run()
+    assert again.num_cached_tokens == 0
+    assert again.policy_spans == [(3, 0)]
+    third = make_request("c", range(10), max_tokens=2)
+    runner.add(third)
+    runner.run()
+    assert third.num_cached_tokens == 8
+    with pytest.raises(ValueError, match="the pool has 8"):
+        runner.add(make_request("d", range(40), max_tokens=2))

@@ -284,6 +284,13 @@ def test_bad_input_names_the_argument_and_changes_nothing(llm: LLM, reference: P
         llm.diagnose(outputs, one_bad_answer("long"))
 
 
+def test_a_sharded_trainer_is_refused_with_what_to_give_instead(llm: LLM, reference: PreTrainedModel) -> None:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    reference.get_parameter(NAME).data = torch.empty(0)  # as ZeRO-3 leaves it on every rank
+    with pytest.raises(ValueError, match=r"holds shards of its parameters .* the gathered tensors as parameters"):
+        llm.diagnose(outputs, reference)
+
+
 def test_diagnosing_leaves_engine_and_trainer_as_they_were(llm: LLM, reference: PreTrainedModel) -> None:
     before = {name: tensor.clone() for name, tensor in reference.named_parameters()}
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def make_trainer(config: RunConfig, budget: int) -> HungryTrainer:
 
 
 def test_the_pool_follows_the_trainer_and_the_process_stays_within_the_budget(model: Path, tmp_path: Path) -> None:
+    gc.collect()
     trim_heap()
     budget = process_resident_bytes() + 450 * MIB  # some 100 MiB are the libraries that a first step loads
     trainer = make_trainer(configuration(model, tmp_path), budget)
@@ -96,6 +98,7 @@ def test_the_pool_follows_the_trainer_and_the_process_stays_within_the_budget(mo
 
 
 def test_a_training_phase_beyond_the_budget_ends_the_run_with_numbers(model: Path, tmp_path: Path) -> None:
+    gc.collect()
     trim_heap()
     trainer = make_trainer(configuration(model, tmp_path), process_resident_bytes() + 200 * MIB)
     trainer.extra = 300 * MIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from rollout import LLM
 from rollout_trainers.config import RunConfig, TrackingSection
 from rollout_trainers.corrections import Mismatch
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.mismatch import MismatchWatch
+from rollout_trainers.mismatch import Finding, MismatchWatch
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.producer import RolloutProducer
 from rollout_trainers.recipe import config_from_values
-from rollout_trainers.run import Session
+from rollout_trainers.run import Session, run
 from rollout_trainers.tracking import ProgressLine, read_json_lines
 from rollout_trainers.types import Example, Task
 from tests.support.tiny import make_tiny_llama
@@ -123,6 +124,16 @@ def test_a_healthy_run_diagnoses_nothing_and_a_threshold_of_none_never_does(mode
     assert run_with_fault(off, trainer_temperature=1.0) == []
 
 
+def test_an_int8_engine_is_told_to_round_and_not_asked_about_again(model: Path, tmp_path: Path) -> None:
+    int8 = ("engine.kv_cache_dtype=int8", "algorithm.recompute_logprobs=true")
+    config = configuration(model, tmp_path, "steps=3", "tracking.diagnose_every=1", *int8)
+    run(config, reward_functions=[low_ids], train=[Example(text) for text in TEXTS])
+    found = read_json_lines(tmp_path / "diagnoses.jsonl")
+    assert found[0]["verdict"] == "precision"
+    differences = [row["difference"] for row in found]
+    assert all(later > 2 * first for first, later in itertools.pairwise(differences))
+
+
 def test_the_diagnosis_changes_nothing_that_is_learned(model: Path, tmp_path: Path) -> None:
     with_it, without = tmp_path / "with", tmp_path / "without"
     run_with_fault(configuration(model, with_it, "steps=2"), trainer_temperature=1.0)
@@ -140,6 +151,10 @@ def test_the_watch_asks_at_most_once_in_n_steps() -> None:
     asked = [step for step in range(1, 12) if watch.is_due(step, wide if step != 5 else narrow)]
     assert asked == [1, 6, 10]
     assert not watch.is_due(20, nothing)
+    watch.learn(Finding(10, 0.2, "precision", ""))
+    assert not watch.is_due(21, Mismatch(0.4, 0.1, 0.0, 5))
+    watch.learn(Finding(21, 0.4, "stale KV", ""))
+    assert watch.is_due(22, Mismatch(0.5, 0.1, 0.0, 5))
     with pytest.raises(ValueError, match=r"tracking\.diagnose_every=0 is not valid"):
         TrackingSection(diagnose_every=0)
     with pytest.raises(ValueError, match=r"tracking\.diagnose_above=-1 is not valid"):

@@ -209,6 +209,7 @@ class GRPOTrainer:
         self.resume_engine()
         temperature, budget = self.config.sampling.temperature, self.config.algorithm.micro_batch_tokens
         self.finding = examine(self.engine, self.policy, samples, temperature, budget, step, mismatch)
+        self.watch.learn(self.finding)
         self.suspend_engine()
         self.released_bytes = released
 

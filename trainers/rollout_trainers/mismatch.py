@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.diagnosis import Diagnosis, SampleRecord
+from rollout.diagnosis import Cause, Diagnosis, SampleRecord
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout_trainers.config import TrackingSection
@@ -31,7 +31,10 @@ class Finding:
 
 
 class MismatchWatch:
-    """Says in which steps a diagnosis is due: the difference passes the threshold, and the last one is a while ago."""
+    """Says in which steps a diagnosis is due: the difference passes the threshold, and the last one is a while ago.
+
+    A difference that was found to be rounding is known from then on: only twice as much is worth another question.
+    """
 
     def __init__(self, section: TrackingSection) -> None:
         self._above = section.diagnose_above
@@ -46,6 +49,11 @@ class MismatchWatch:
             return False
         self._last = step
         return True
+
+    def learn(self, finding: Finding) -> None:
+        """Takes the answer."""
+        if finding.verdict == Cause.PRECISION and self._above is not None:
+            self._above = max(self._above, 2 * finding.difference)
 
 
 def examine(
