@@ -1,175 +1,128 @@
-"""Requests with adapters that are in flight while an adapter is replaced, or the engine sleeps."""
+"""Requests with adapters in flight while the policy is updated, and adapters through a roll-back."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from peft import PeftModel
+from safetensors.torch import load_file
 
-from rollout import LLM, RequestOutput, SamplingParams
-from rollout.weights.transaction import Outcome, PolicyUpdate
-from tests.support.adapters import peft_model
-from tests.support.policies import Policies, assert_is_beginning, assert_same_samples, random_prompt
+from rollout import LLM, SamplingParams
+from rollout.errors import PolicyUpdateError
+from rollout.weights.target import InFlightMode
+from rollout.weights.transaction import Outcome
+from tests.support.adapters import peft_model, randomise
+from tests.support.oracle import sampled_reference
+from tests.support.policies import assert_same_samples, random_prompt
+from tests.support.tiny import make_tiny_llama
 
-PROMPT = random_prompt(18)
-PARAMS = SamplingParams(max_tokens=24, seed=5, ignore_eos=True)
+PARAMS = SamplingParams(n=2, seed=3, max_tokens=20, ignore_eos=True)
+PROMPTS = [random_prompt(17), random_prompt(9, seed=1)]
+HELD: list[InFlightMode] = ["keep", "recompute"]
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
-    return Policies.make(tmp_path_factory.mktemp("policies"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def adapters(policies: Policies) -> list[PeftModel]:
-    return [peft_model(policies.folders[0], seed) for seed in range(2)]
-
-
-def engine(policies: Policies, adapter: PeftModel, **options: Any) -> LLM:
-    llm = policies.engine(0, enable_lora=True, **options)
-    push(llm, adapter)
+def engine_with(folder: Path, model: PeftModel) -> LLM:
+    """An engine on policy 1: the checkpoint and the adapter "policy"."""
+    llm = LLM(folder, kv_cache_memory="2MiB", block_size=4, enable_lora=True)
+    with llm.policy_update() as update:
+        update.load_adapter("policy", model)
     return llm
 
 
-def push(llm: LLM, adapter: PeftModel, **options: Any) -> PolicyUpdate:
-    with llm.policy_update(**options) as update:
-        update.load_adapter("policy", adapter)
-    return update
+def started(llm: LLM) -> None:
+    """One prompt with the adapter and one without, some steps on."""
+    llm.enqueue(PROMPTS, PARAMS, lora_request=["policy", None])
+    for _ in range(6):
+        llm.step()
 
 
-def begin(llm: LLM, num_steps: int) -> None:
-    """A request with the adapter and one without, some steps later."""
-    llm.enqueue([PROMPT, PROMPT], PARAMS, lora_request=["policy", None])
-    for _ in range(num_steps):
-        assert llm.step() == []
-
-
-def whole(llm: LLM) -> list[RequestOutput]:
-    return llm.generate([PROMPT, PROMPT], PARAMS, lora_request=["policy", None])
-
-
-def test_recompute_goes_on_as_if_the_new_adapter_had_been_given_what_was_sampled(
-    policies: Policies, adapters: list[PeftModel]
-) -> None:
-    expected = whole(engine(policies, adapters[0]))
-    llm = engine(policies, adapters[0])
-    begin(llm, 7)
-    push(llm, adapters[1], in_flight="recompute")
+@pytest.mark.parametrize("mode", HELD)
+def test_requests_go_on_with_what_their_adapter_is_now(folder: Path, mode: InFlightMode):  # cases WS-01, WS-02
+    model = peft_model(folder, 0)
+    llm = engine_with(folder, model)
+    started(llm)
+    randomise(model, 1)
+    with llm.policy_update(in_flight=mode) as update:
+        update.load_adapter("policy", model)
     with_adapter, without = llm.wait_for_completion()
-    sample, count = with_adapter.outputs[0], with_adapter.outputs[0].policy_versions[0].end
-    assert [span.version for span in sample.policy_versions] == [1, 2] and 0 < count < 24
-    assert sample.token_ids[:count] == expected[0].outputs[0].token_ids[:count]
-    rest = replace(PARAMS, max_tokens=24 - count)
-    more = engine(policies, adapters[1]).generate([*PROMPT, *sample.token_ids[:count]], rest, lora_request="policy")
-    assert sample.token_ids[count:] == more[0].outputs[0].token_ids
-    np.testing.assert_array_equal(sample.raw_logprobs[count:], more[0].outputs[0].raw_logprobs)
-    assert_same_samples([without], [expected[1]])  # its policy did not change
-    assert_same_samples(whole(llm), whole(engine(policies, adapters[1])))
-    llm.engine.scheduler.check_integrity()
+    for output in (with_adapter, without):
+        assert output.receipt_ids[2] == update.receipt.id
+        assert [[span.version for span in sample.policy_versions] for sample in output.outputs] == [[1, 2]] * 2
+    if mode == "recompute":
+        for sample in with_adapter.outputs:
+            boundary = sample.policy_versions[1].start
+            expected = sampled_reference(model, PROMPTS[0], sample.token_ids)  # pyright: ignore[reportArgumentType]
+            np.testing.assert_allclose(sample.raw_logprobs[boundary:], expected[boundary:], atol=1e-4)
+    fresh = engine_with(folder, model)
+    assert_same_samples([without], fresh.generate([PROMPTS[1]], PARAMS))  # the base did not change
+    for prompt in (PROMPTS[0], PROMPTS[0] + with_adapter.outputs[0].token_ids):
+        now = llm.generate([prompt], PARAMS, lora_request="policy")
+        assert_same_samples(now, fresh.generate([prompt], PARAMS, lora_request="policy"))
 
 
-def test_kv_that_was_kept_over_an_adapter_update_is_never_hit(policies: Policies, adapters: list[PeftModel]) -> None:
-    # case WS-01
-    llm = engine(policies, adapters[0])
-    begin(llm, 7)
-    push(llm, adapters[1], in_flight="keep")
-    fresh = whole(engine(policies, adapters[1], enable_prefix_caching=False))
-    first = whole(llm)
-    assert first[0].num_cached_tokens == 0
-    assert_same_samples(first, fresh)
-    kept = llm.wait_for_completion()
-    assert [[span.version for span in output.outputs[0].policy_versions] for output in kept] == [[1, 2], [1, 2]]
-    assert_same_samples(whole(llm), fresh)
-    llm.engine.scheduler.check_integrity()
+@pytest.mark.parametrize(
+    ("brings", "fault"),
+    [
+        ("adapter", "block"),
+        ("adapter", "verify"),
+        ("adapter", "invalidated"),
+        ("adapter and weights", "block"),
+        ("adapter and weights", "verify"),
+        ("adapter and weights", "invalidated"),
+        ("adapter and some weights", "coverage"),
+    ],
+)
+@pytest.mark.parametrize("mode", HELD)
+def test_the_old_adapter_comes_back_with_the_old_weights(folder: Path, mode: InFlightMode, fault: str, brings: str):
+    model = peft_model(folder, 0)
+    llm = engine_with(folder, model)
+    whole = llm.generate(PROMPTS, PARAMS, lora_request=["policy", None])
+    before = llm.receipt
+    started(llm)
+    randomise(model, 1)
+    weights = {name: tensor * 1.1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    scheduler = llm.engine.scheduler
+    set_version = scheduler.set_policy_version
+
+    def failing_afterwards(version: int, keep_kv: bool = False) -> None:
+        patch.setattr(scheduler, "set_policy_version", set_version)
+        set_version(version, keep_kv)
+        raise RuntimeError("injected")
+
+    update = llm.policy_update(in_flight=mode, roll_back=True)
+    with pytest.raises((RuntimeError, PolicyUpdateError)), pytest.MonkeyPatch.context() as patch, update:
+        update.load_adapter("policy", model)
+        if brings != "adapter":
+            update.load(dict(list(weights.items())[: 5 if "some" in brings else None]))
+        if fault == "block":
+            raise RuntimeError("injected")
+        if fault == "verify":
+            patch.setattr(llm.engine, "stale_copies", failing_once(llm, patch))
+        elif fault == "invalidated":
+            patch.setattr(scheduler, "set_policy_version", failing_afterwards)
+    assert update.outcome in (Outcome.ROLLED_BACK, Outcome.UNCHANGED)
+    assert llm.receipt == before == llm.verify()
+    assert (llm.policy_version, llm.engine.scheduler.policy_version) == (1, 1)
+    outputs = llm.wait_for_completion()
+    assert_same_samples(outputs, whole)
+    assert [sample.policy_versions for output in outputs for sample in output.outputs] == [[(1, 0, 20)]] * 4
+    assert_same_samples(llm.generate(PROMPTS, PARAMS, lora_request=["policy", None]), whole)
 
 
-def test_wait_runs_requests_to_their_end_under_the_old_adapter(policies: Policies, adapters: list[PeftModel]) -> None:
-    expected = whole(engine(policies, adapters[0]))
-    llm = engine(policies, adapters[0])
-    begin(llm, 7)
-    push(llm, adapters[1], in_flight="wait")
-    assert_same_samples(llm.wait_for_completion(), expected)
+def failing_once(llm: LLM, patch: pytest.MonkeyPatch) -> Any:
+    """In the place of `stale_copies`, which verification asks for: the first call raises."""
+    real = llm.engine.stale_copies
 
+    def fails() -> list[str]:
+        patch.setattr(llm.engine, "stale_copies", real)
+        raise RuntimeError("injected")
 
-def test_an_update_that_fails_lets_requests_go_on_with_the_old_adapter(
-    policies: Policies, adapters: list[PeftModel]
-) -> None:
-    expected = whole(engine(policies, adapters[0]))
-    llm = engine(policies, adapters[0])
-    begin(llm, 7)
-    with pytest.raises(ZeroDivisionError), llm.policy_update(in_flight="recompute") as update:
-        update.load_adapter("policy", adapters[1])
-        update.post_process()
-        raise ZeroDivisionError
-    assert update.outcome is Outcome.UNCHANGED
-    assert_same_samples(llm.wait_for_completion(), expected)
-    llm.verify()
-
-
-def test_a_failure_after_the_new_version_is_in_force_takes_version_and_adapter_back(
-    policies: Policies, adapters: list[PeftModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = whole(engine(policies, adapters[0]))
-    llm = engine(policies, adapters[0])
-    begin(llm, 7)
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), llm.policy_update(in_flight="recompute") as update:
-        update.load_adapter("policy", adapters[1])
-        monkeypatch.setattr(llm.engine, "resume", fail)
-    assert llm.policy_version == 1 and update.outcome is Outcome.UNCHANGED
-    assert_same_samples(llm.wait_for_completion(), expected)
-    assert_same_samples(whole(llm), expected)
-    llm.verify()
-
-
-def test_a_roll_back_puts_weights_and_adapter_back_together(policies: Policies, adapters: list[PeftModel]) -> None:
-    llm = engine(policies, adapters[0])
-    expected, receipt = whole(llm), llm.receipt
-    with pytest.raises(ZeroDivisionError), llm.policy_update(roll_back=True) as update:
-        update.load(policies.weights(1))
-        update.load_adapter("policy", adapters[1])
-        update.post_process()
-        raise ZeroDivisionError
-    assert update.outcome is Outcome.ROLLED_BACK
-    assert llm.verify() is receipt
-    assert_same_samples(whole(llm), expected)
-
-
-def test_without_roll_back_half_of_the_weights_leave_the_engine_unusable_until_all_are_there(
-    policies: Policies, adapters: list[PeftModel]
-) -> None:
-    llm = engine(policies, adapters[0])
-    with pytest.raises(ZeroDivisionError), llm.policy_update() as update:
-        update.load(list(policies.weights(1).items())[:4])
-        update.load_adapter("policy", adapters[1])
-        raise ZeroDivisionError
-    assert update.outcome is Outcome.UNUSABLE
-    with llm.policy_update() as update:
-        update.load(policies.weights(0))
-    assert_same_samples(whole(llm), whole(engine(policies, adapters[0])))
-
-
-def test_sleep_holds_requests_with_adapters_at_level_1_and_refuses_to_at_level_2(
-    policies: Policies, adapters: list[PeftModel]
-) -> None:
-    # case SW-05
-    expected = whole(engine(policies, adapters[0]))
-    llm = engine(policies, adapters[0])
-    begin(llm, 7)
-    llm.sleep(1, mode="recompute")
-    llm.wake_up()
-    with pytest.raises(ValueError, match="mode='recompute' is not valid at level=2 while requests with LoRA adapters"):
-        llm.sleep(2, mode="recompute")
-    assert not llm.is_sleeping
-    assert_same_samples(llm.wait_for_completion(), expected)
-    begin(llm, 7)
-    llm.sleep(2)
-    for output, wanted in zip(llm.wait_for_completion(), expected, strict=True):
-        assert_is_beginning(output.outputs[0], wanted.outputs[0])
-    assert llm.engine.scheduler.kv.pool.num_free == llm.engine.scheduler.kv.pool.num_blocks
+    return fails
