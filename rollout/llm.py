@@ -42,7 +42,7 @@ LoRAChoice = LoRARequest | str | None  # an adapter, or the name of one in memor
 
 
 class LLM:
-    """A model with its own engine in this process.
+    """A model with its own engine in this process, or several in processes of their own (`data_parallel_size`).
 
         rollout = LLM("path/or/name")
         outputs = rollout.generate(prompts, SamplingParams(n=8, temperature=1.0, max_tokens=256))
@@ -350,7 +350,12 @@ class LLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker, or a callable that gets the worker first; results in rank order."""
+        """Calls a method of every worker, or a callable that gets the worker first; results in rank order.
+
+        An error of a worker is raised here. With `data_parallel_size` above 1 what is called, its arguments and its
+        results are pickled, so that a callable stands at the top of a module; after `timeout` seconds `TimeoutError`
+        names the ranks that have not answered, which go on. A worker in this process takes no `timeout`.
+        """
         with self._lock:
             return self._engine.collective_rpc(method, timeout, args, kwargs or {})
 

@@ -37,7 +37,7 @@ from rollout.executor.process import WorkerProcess
 
 T = TypeVar("T")
 
-_GRACE_SECONDS = 10.0  # that a process has to end by itself
+_GRACE_SECONDS = 5.0  # that a process has to end by itself
 _LAST_MESSAGES_MS = 200  # that messages of a process that has ended may take to get here
 
 

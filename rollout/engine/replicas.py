@@ -461,10 +461,11 @@ class EngineReplicas:
         raise ValueError(f"{method}() is not supported with data_parallel_size={self.config.data_parallel_size}: {why}")
 
     def close(self) -> None:
-        """Ends the processes. Requests in flight end with what they have. Nothing happens the second time."""
+        """Ends the processes, also one that does not answer. Requests in flight end with what has arrived of them.
+        Nothing happens the second time."""
         with self.lock:
             if self._group.is_alive:
-                self.abort(list(self._handles))
+                self._group.receive(timeout=0)
             self._ended += self._requests
             self._group.close()
             self.flush()

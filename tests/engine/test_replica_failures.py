@@ -15,7 +15,7 @@ import torch
 from rollout import LLM, SamplingParams
 from rollout.errors import WorkerDiedError
 from rollout.weights.transaction import Outcome
-from tests.support.extension import delay_steps, end_soon, kill_rank
+from tests.support.extension import delay_steps, end_soon, kill_rank, nap
 from tests.support.policies import InFlight, Policies, random_prompt
 from tests.support.processes import PATIENCE, is_running, kill, until
 from tests.support.tiny import make_tiny_llama
@@ -69,13 +69,16 @@ def test_a_worker_killed_while_generating_ends_the_call_with_all_that_was_sample
 def test_a_worker_that_ends_while_idle_is_noticed_by_the_next_call_with_what_it_wrote(tmp_path: Path) -> None:
     with LLM(make_tiny_llama(tmp_path), **OPTIONS) as llm:
         pids = llm._engine.process_ids  # type: ignore[attr-defined]
-        llm.collective_rpc(end_soon, args=(0, "the licence has run out", 3))
+        with pytest.raises(TimeoutError, match=r"from rank .*1"):
+            llm.collective_rpc(nap, timeout=0.1, args=(1, 1000.0))
+        with pytest.raises(TimeoutError, match=r"from rank .*1"):
+            llm.collective_rpc(end_soon, timeout=0.1, args=(0, "the licence has run out", 3))
         until(lambda: not is_running(pids[0]), "the end of rank 0")
         for call in (lambda: llm.generate(PROMPTS), llm.verify, lambda: llm.enqueue(PROMPTS)):
             with pytest.raises(WorkerDiedError, match=r"rank 0 .* exited with code 3; .*\n  the licence has run out"):
                 call()
         assert is_running(pids[1])
-    assert not any(map(is_running, pids))
+    assert not any(map(is_running, pids))  # also the one that does not answer
 
 
 @pytest.mark.slow

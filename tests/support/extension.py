@@ -66,6 +66,11 @@ def kill_rank(worker: Worker, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def nap(worker: Worker, rank: int, seconds: float) -> None:
+    if worker.rank == rank:
+        time.sleep(seconds)
+
+
 def end_soon(worker: Worker, rank: int, words: str, code: int) -> None:
     """Lets the process of that rank end by itself a moment later, saying why."""
 
