@@ -212,6 +212,19 @@ def test_a_trainer_that_fails_half_way_leaves_an_engine_that_is_old_or_refuses(
         assert_holds(engine, policy)
 
 
+def test_a_trainer_that_fails_half_way_is_rolled_back_where_the_update_says_so(ends: Ends):  # case WS-10
+    engine = RecordingEngine()
+    old = snapshot(engine)
+    named = Counted(new_policy(engine).items(), fail_at=5)
+    with (
+        failing_to_send(ends.sender, 1, named),
+        pytest.raises(TransportError),
+        PolicyUpdate(engine, 1, roll_back=True) as update,
+    ):
+        update.load(ends.receiver(timeout=0.3 if ends.name.endswith("folder") else 120.0))
+    assert_old_policy_serves(engine, old)
+
+
 def test_a_tensor_that_cannot_be_sent_is_refused_by_the_sender_by_name(ends: Ends):
     engine = RecordingEngine()
     old = snapshot(engine)
