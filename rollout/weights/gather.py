@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -50,6 +51,15 @@ def check_gatherable(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.is_meta or local.is_meta:
         raise TensorKindError(f"{name!r} has no memory (device meta): it is offloaded by hooks, or not yet initialised")
+
+
+def reshard(model: nn.Module) -> None:
+    """Drops what FSDP2 keeps unsharded after a forward pass: it may be older than the shards, and less precise."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 from torch import nn
 
-from rollout.weights.gather import gathered, gathered_bytes
+from rollout.weights.gather import gathered, gathered_bytes, reshard
 from rollout.weights.policy_weights import Weight, policy_weights
 from rollout.weights.transport import NamedTensor
 
@@ -91,17 +91,8 @@ def policy_tensors(
         raise ValueError(f"dtype={dtype} is not valid: it must be a floating-point dtype, or None")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is not valid: a {type(model).__name__} is no torch module")
-    _reshard(model)
+    reshard(model)
     return PolicyTensors(policy_weights(model), max_bucket_bytes, dtype)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Drops what FSDP2 keeps unsharded after a forward pass: it may be older than the shards, and less precise."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _buckets(weights: Sequence[Weight], limit: int) -> Iterator[list[Weight]]:

@@ -29,6 +29,7 @@ from rollout.weights.incoming import Incoming
 from rollout.weights.transaction import PolicyUpdate
 from tests.support.recording_engine import InjectedError
 from tests.support.trainer_ranks import (
+    LINEAR,
     LORA,
     SAVING,
     SMALL_BUCKET,
@@ -36,6 +37,7 @@ from tests.support.trainer_ranks import (
     batch,
     measure_memory,
     merged_by_peft,
+    push_adapter,
     rank,
     send,
     take_step,
@@ -61,6 +63,7 @@ def main(folder: Path) -> None:
     hybrid(recorder, checkpoint)
     tensor_parallel(recorder, checkpoint)
     lora_under_fsdp2(recorder, checkpoint)
+    adapter_of_fsdp2(folder, checkpoint)
     model = sharded(trained_model(checkpoint))
     shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     measure_memory(folder, model, shards)
@@ -159,6 +162,12 @@ def lora_under_fsdp2(recorder: Recorder, checkpoint: Path) -> None:
     model = sharded(get_peft_model(trained_model(checkpoint), LORA))
     take_step(model)
     recorder.push("fsdp2-lora", model, merged_by_peft(checkpoint, LORA, full_state(model)))
+
+
+def adapter_of_fsdp2(folder: Path, checkpoint: Path) -> None:
+    model = sharded(get_peft_model(trained_model(checkpoint), LINEAR))
+    take_step(model)
+    push_adapter(folder, "fsdp2-adapter", model, merged_by_peft(checkpoint, LINEAR, full_state(model)))
 
 
 def one_rank_fails(folder: Path, llm: LLM, model: nn.Module) -> None:
