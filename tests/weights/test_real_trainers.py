@@ -73,6 +73,12 @@ def test_fsdp2_pushes_an_adapter_alone_to_engines_that_apply_it(folder: Path):  
     assert_adapter_arrived(folder, "fsdp2-adapter")
 
 
+def test_fsdp2_parameters_of_every_size_arrive_whole(folder: Path):  # case WS-10
+    for rank in (0, 1):
+        wrong = json.loads((folder / f"sizes.rank{rank}.json").read_text())
+        assert list(wrong.values()) == [[], [], []]
+
+
 def test_fsdp2_never_holds_more_than_a_bucket_of_gathered_tensors(folder: Path):
     padding = 2 * 64 * 4  # rows that make the parts of all ranks equally long
     for rank in (0, 1):
