@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 
 from rollout.errors import AdapterTensorError, DuplicateTensorError, TensorShapeError
+from rollout.weights.gather import check_gatherable, gathered, reshard
 from rollout.weights.incoming import check_kind
 from rollout.weights.names import canonical_name
 
@@ -122,8 +123,9 @@ def from_pairs(
 def from_peft_model(model: torch.nn.Module, adapter: str | None = None) -> Adapter:
     """The adapter of a PEFT model, wrapped (DDP, compile, accelerate) or not; `adapter` None is the active one.
 
-    The tensors and their scales are those that the model computes with now. Raises `AdapterTensorError` as `from_pairs`
-    does, for a model without LoRA, and where the adapter is switched off or more than one is active.
+    The tensors and their scales are those that the model computes with now. Where it is sharded (FSDP2, ZeRO-3) the
+    adapter's tensors alone are gathered, by all ranks together. Raises `AdapterTensorError` as `from_pairs` does, for a
+    model without LoRA, and where the adapter is switched off or more than one is active; before anything is gathered.
     """
     from peft import LoraConfig, PeftModel  # peft is optional
     from peft.tuners.lora import Linear, LoraLayer
@@ -142,7 +144,8 @@ def from_peft_model(model: torch.nn.Module, adapter: str | None = None) -> Adapt
     if not isinstance(config, LoraConfig):
         raise AdapterTensorError(f"adapter {name!r} is {type(config).__name__}, not LoRA")
     _checked_fields(config)
-    modules: dict[str, LowRank] = {}
+    reshard(model)
+    found: dict[str, tuple[dict[str, torch.Tensor], float]] = {}
     for path, layer in peft_model.named_modules():
         if not isinstance(layer, LoraLayer) or name not in layer.scaling:
             continue
@@ -154,16 +157,22 @@ def from_peft_model(model: torch.nn.Module, adapter: str | None = None) -> Adapt
         if name in layer.lora_variant or layer.disable_adapters:
             what = "switched off" if layer.disable_adapters else "a variant of LoRA"
             raise AdapterTensorError(f"the adapter {name!r} of {module} is {what}: the engine would compute another")
-        halves = {
-            "A": layer.lora_A[name].get_parameter("weight").detach(),
-            "B": layer.lora_B[name].get_parameter("weight").detach(),
+        halves: dict[str, torch.Tensor] = {
+            "A": layer.lora_A[name].get_parameter("weight"),
+            "B": layer.lora_B[name].get_parameter("weight"),
         }
         for half, tensor in halves.items():
-            check_kind(f"{module}.lora_{half}", tensor)
-        modules[module] = _joined(module, halves, float(layer.scaling[name]))
-    if not modules:
+            check_gatherable(f"{module}.lora_{half}", tensor)
+        found[module] = halves, float(layer.scaling[name])
+    if not found:
         raise AdapterTensorError(f"adapter {name!r} has no layers in this model: there is nothing to apply")
-    return Adapter(modules)
+    with gathered([tensor for halves, _ in found.values() for tensor in halves.values()]) as whole:
+        return Adapter(
+            {
+                module: _joined(module, {half: whole(tensor) for half, tensor in halves.items()}, scale)
+                for module, (halves, scale) in found.items()
+            }
+        )
 
 
 def _parse(name: str) -> tuple[str, str, str | None]:

@@ -3,8 +3,9 @@
     with gathered(parameters) as whole:       every rank together
         whole(parameters[0])                  the tensor as it was before sharding; valid inside the block
 
-FSDP2 parameters (DTensors) that are cut along dimension 0 over the same ranks come in one all-gather. Parameters of
-ZeRO-3 come through DeepSpeed's `GatheredParameters`. A parameter that is whole already is returned as it is.
+FSDP2 parameters (DTensors) that are cut along dimension 0 over the same ranks come in one all-gather where they are
+small. Parameters of ZeRO-3 come through DeepSpeed's `GatheredParameters`. A parameter that is whole already is returned
+as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rollout.errors import TensorKindError
+
+SMALL_BYTES = 2 << 20  # a larger parameter gains nothing from company, in which it has to be copied out of the buffer
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -52,6 +56,15 @@ def check_gatherable(name: str, parameter: torch.Tensor) -> None:
         raise TensorKindError(f"{name!r} has no memory (device meta): it is offloaded by hooks, or not yet initialised")
 
 
+def reshard(model: nn.Module) -> None:
+    """Drops what FSDP2 keeps unsharded after a forward pass: it may be older than the shards, and less precise."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def gathered(parameters: Sequence[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Gathers `parameters` and yields the function that gives the whole tensor of each of them.
@@ -60,7 +73,7 @@ def gathered(parameters: Sequence[torch.Tensor]) -> Iterator[Callable[[torch.Ten
     """
     distinct = list({id(parameter): parameter for parameter in parameters}.values())
     buckets: dict[int, _Bucket] = {}
-    for shards in _by_ranks_and_dtype(distinct):
+    for shards in _together(distinct):
         bucket = _Bucket(shards)
         buckets.update((id(shard), bucket) for shard in shards)
 
@@ -107,12 +120,14 @@ class _Bucket:
         return parts.reshape(self._num_ranks * rows, *shard.shape[1:])[: shard.shape[0]]
 
 
-def _by_ranks_and_dtype(parameters: Sequence[torch.Tensor]) -> list[list[DTensor]]:
-    """The DTensors that can share an all-gather, in the order given."""
+def _together(parameters: Sequence[torch.Tensor]) -> list[list[DTensor]]:
+    """The DTensors that share an all-gather, in the order given: small ones of the same ranks and dtype."""
     together: dict[object, list[DTensor]] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor) and parameter.placements == (Shard(0),):
-            together.setdefault((parameter.device_mesh, parameter.dtype), []).append(parameter)
+            is_small = gathered_bytes(parameter) <= SMALL_BYTES
+            key = (parameter.device_mesh, parameter.dtype) if is_small else id(parameter)
+            together.setdefault(key, []).append(parameter)
     return list(together.values())
 
 

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 from torch import nn
 
-from rollout.weights.gather import gathered, gathered_bytes
+from rollout.weights.gather import SMALL_BYTES, gathered, gathered_bytes, reshard
 from rollout.weights.policy_weights import Weight, policy_weights
 from rollout.weights.transport import NamedTensor
 
@@ -91,32 +91,24 @@ def policy_tensors(
         raise ValueError(f"dtype={dtype} is not valid: it must be a floating-point dtype, or None")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is not valid: a {type(model).__name__} is no torch module")
-    _reshard(model)
+    reshard(model)
     return PolicyTensors(policy_weights(model), max_bucket_bytes, dtype)
 
 
-def _reshard(model: nn.Module) -> None:
-    """Drops what FSDP2 keeps unsharded after a forward pass: it may be older than the shards, and less precise."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _buckets(weights: Sequence[Weight], limit: int) -> Iterator[list[Weight]]:
-    """Consecutive weights whose gathered parameters, and one more copy of the largest, take at most `limit` bytes.
+    """Consecutive weights whose gathered parameters, and a copy of the largest small one, take at most `limit` bytes.
 
-    The copy is what FSDP2's gather makes of its buffer, unless the buffer holds that parameter alone.
+    The copy is what FSDP2's gather makes of a part of its buffer, unless the buffer holds that parameter alone.
     """
     bucket: list[Weight] = []
-    total, largest, count = 0, 0, 0
+    total, copied, count = 0, 0, 0
     for weight in weights:
         sizes = [gathered_bytes(parameter) for parameter in weight.parameters]
-        total, largest, count = total + sum(sizes), max(largest, *sizes), count + len(sizes)
-        if bucket and total + (largest if count > 1 else 0) > limit:
+        small = max((size for size in sizes if size <= SMALL_BYTES), default=0)
+        total, copied, count = total + sum(sizes), max(copied, small), count + len(sizes)
+        if bucket and total + (copied if count > 1 else 0) > limit:
             yield bucket
-            bucket, total, largest, count = [], sum(sizes), max(sizes), len(sizes)
+            bucket, total, copied, count = [], sum(sizes), small, len(sizes)
         bucket.append(weight)
     if bucket:
         yield bucket

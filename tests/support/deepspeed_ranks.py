@@ -18,12 +18,14 @@ from rollout.errors import TensorKindError
 from rollout.weights.shared_memory import SharedMemorySender
 from rollout.weights.trainer_tensors import policy_tensors
 from tests.support.trainer_ranks import (
+    LINEAR,
     LORA,
     SMALL_BUCKET,
     Recorder,
     batch,
     measure_memory,
     merged_by_peft,
+    push_adapter,
     rank,
     send,
     tiny_engine,
@@ -46,6 +48,7 @@ def main(folder: Path) -> None:
     zero(tied, "zero3-tied", trained_model(folder / "tied"), 3)
     zero(recorder, "zero3-persistent", trained_model(checkpoint), 3, persistent=5000)
     lora_under_zero3(recorder, checkpoint)
+    adapter_of_zero3(folder, checkpoint)
     engine = initialised(trained_model(checkpoint), 3)
     through_shared_memory(folder, engine)
     measure_memory(folder, engine, [parameter.ds_tensor for parameter in engine.module.parameters()])
@@ -99,6 +102,13 @@ def lora_under_zero3(recorder: Recorder, checkpoint: Path) -> None:
     take_step(engine)
     state = gathered_by_deepspeed(engine, recorder.folder)
     recorder.push("zero3-lora", engine, merged_by_peft(checkpoint, LORA, state))
+
+
+def adapter_of_zero3(folder: Path, checkpoint: Path) -> None:
+    engine = initialised(get_peft_model(trained_model(checkpoint), LINEAR), 3)
+    take_step(engine)
+    state = gathered_by_deepspeed(engine, folder)
+    push_adapter(folder, "zero3-adapter", engine, merged_by_peft(checkpoint, LINEAR, state))
 
 
 def through_shared_memory(folder: Path, engine: Any) -> None:

@@ -25,10 +25,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rollout import LLM
 from rollout.weights.broadcast import BroadcastSender
+from rollout.weights.gather import SMALL_BYTES
 from rollout.weights.incoming import Incoming
+from rollout.weights.trainer_tensors import DEFAULT_BUCKET_BYTES, policy_tensors
 from rollout.weights.transaction import PolicyUpdate
 from tests.support.recording_engine import InjectedError
 from tests.support.trainer_ranks import (
+    LINEAR,
     LORA,
     SAVING,
     SMALL_BUCKET,
@@ -36,6 +39,7 @@ from tests.support.trainer_ranks import (
     batch,
     measure_memory,
     merged_by_peft,
+    push_adapter,
     rank,
     send,
     take_step,
@@ -61,6 +65,8 @@ def main(folder: Path) -> None:
     hybrid(recorder, checkpoint)
     tensor_parallel(recorder, checkpoint)
     lora_under_fsdp2(recorder, checkpoint)
+    adapter_of_fsdp2(folder, checkpoint)
+    sizes(folder)
     model = sharded(trained_model(checkpoint))
     shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     measure_memory(folder, model, shards)
@@ -159,6 +165,28 @@ def lora_under_fsdp2(recorder: Recorder, checkpoint: Path) -> None:
     model = sharded(get_peft_model(trained_model(checkpoint), LORA))
     take_step(model)
     recorder.push("fsdp2-lora", model, merged_by_peft(checkpoint, LORA, full_state(model)))
+
+
+def adapter_of_fsdp2(folder: Path, checkpoint: Path) -> None:
+    model = sharded(get_peft_model(trained_model(checkpoint), LINEAR))
+    take_step(model)
+    push_adapter(folder, "fsdp2-adapter", model, merged_by_peft(checkpoint, LINEAR, full_state(model)))
+
+
+def sizes(folder: Path) -> None:
+    """Parameters that are gathered alone and together, cut evenly and not, and one that leaves nothing for rank 1."""
+    torch.manual_seed(1)  # the same on every rank
+    model = nn.Sequential(nn.Linear(1024, 1023), nn.Linear(1023, 8), nn.Linear(8, 3), nn.Linear(3, 1))
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert max(tensor.nbytes for tensor in expected.values()) > SMALL_BYTES
+    for layer in model:
+        fully_shard(layer)
+    wrong = {}
+    for bucket in (1, 50_000, DEFAULT_BUCKET_BYTES):
+        tensors = {name: tensor.clone() for name, tensor in policy_tensors(model, max_bucket_bytes=bucket)}
+        assert tensors.keys() == expected.keys()
+        wrong[bucket] = [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])]
+    (folder / f"sizes.rank{rank()}.json").write_text(json.dumps(wrong))
 
 
 def one_rank_fails(folder: Path, llm: LLM, model: nn.Module) -> None:

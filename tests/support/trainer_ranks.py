@@ -34,6 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TARGETS = ["q_proj", "down_proj", "embed_tokens"]
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False)
 SAVING = LoraConfig(r=4, target_modules=["v_proj", "o_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+LINEAR = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 _LAYERS = ("model.layers.0", "model.layers.1")
 LORA_TRAINED = frozenset(
     ["model.embed_tokens.weight"]
@@ -130,6 +131,36 @@ def read_memory(folder: Path, of_rank: int) -> tuple[dict[int, int], int]:
     """What `measure_memory` wrote: bucket size -> most bytes held, and the bytes of all weights."""
     measured = json.loads((folder / f"memory.rank{of_rank}.json").read_text())
     return {int(bucket): peak for bucket, peak in measured["peaks"].items()}, measured["total"]
+
+
+def push_adapter(folder: Path, case: str, model: nn.Module, oracle: Mapping[str, torch.Tensor]) -> None:
+    """The adapter alone, gathered, into an engine that applies it; `oracle` has the merged weights, on rank 0."""
+    (folder / case).mkdir(exist_ok=True)
+    with tiny_engine(folder / "untied", enable_lora=True, max_lora_rank=4) as llm:
+        with llm.policy_update() as update:
+            loaded = update.load_adapter("policy", model)
+        output = llm.generate(PROMPT, GREEDY, lora_request="policy")[0].outputs[0]
+    result = {
+        "loaded": loaded,
+        "bytes": update.bytes_copied,
+        "token_ids": output.token_ids,
+        "raw_logprobs": output.raw_logprobs.tolist(),
+    }
+    (folder / case / f"rank{rank()}.json").write_text(json.dumps(result))
+    if rank() == 0:
+        _save(oracle, folder / case / "oracle.safetensors")
+
+
+def assert_adapter_arrived(folder: Path, case: str) -> None:
+    """Both ranks' engines sample as the trainer's model with its adapter does, after kilobytes have moved."""
+    ranks = [json.loads((folder / case / f"rank{number}.json").read_text()) for number in (0, 1)]
+    assert ranks[0] == ranks[1]
+    assert len(ranks[0]["loaded"]) == 4  # modules
+    assert 0 < ranks[0]["bytes"] < 32_000
+    oracle = load_file(folder / case / "oracle.safetensors")
+    Result(ranks, {}, oracle).assert_sampled_by_the_oracle(folder / "untied")
+    before = load_file(folder / "untied" / "model.safetensors")
+    assert not torch.equal(oracle["model.layers.0.mlp.down_proj.weight"], before["model.layers.0.mlp.down_proj.weight"])
 
 
 def send(folder: Path, sender: Sender, address: str, model: nn.Module, oracle: Mapping[str, torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from tests.support.trainer_ranks import (
     LORA_TRAINED,
     SMALL_BUCKET,
     Result,
+    assert_adapter_arrived,
     assert_received,
     read_memory,
     run_ranks_and_receive,
@@ -74,6 +75,10 @@ def test_lora_under_zero3_arrives_merged_and_the_rest_as_it_is(folder: Path):  #
     result = Result.read(folder / "zero3-lora")
     result.assert_every_rank_holds_the_trainers_policy(folder / "untied", merged=True, trained=LORA_TRAINED)
     result.assert_sampled_by_the_oracle(folder / "untied")
+
+
+def test_zero3_pushes_an_adapter_alone_to_engines_that_apply_it(folder: Path):  # case WS-10
+    assert_adapter_arrived(folder, "zero3-adapter")
 
 
 def test_zero3_never_holds_more_than_a_bucket_of_gathered_tensors(folder: Path):

@@ -19,6 +19,7 @@ from tests.support.trainer_ranks import (
     SAVING_TRAINED,
     SMALL_BUCKET,
     Result,
+    assert_adapter_arrived,
     assert_received,
     read_memory,
     run_ranks_and_receive,
@@ -66,6 +67,16 @@ def test_lora_arrives_merged_and_the_rest_as_it_is(
     result = Result.read(folder / case)
     result.assert_every_rank_holds_the_trainers_policy(folder / "untied", merged=True, trained=trained)
     result.assert_sampled_by_the_oracle(folder / "untied")
+
+
+def test_fsdp2_pushes_an_adapter_alone_to_engines_that_apply_it(folder: Path):  # case WS-10
+    assert_adapter_arrived(folder, "fsdp2-adapter")
+
+
+def test_fsdp2_parameters_of_every_size_arrive_whole(folder: Path):  # case WS-10
+    for rank in (0, 1):
+        wrong = json.loads((folder / f"sizes.rank{rank}.json").read_text())
+        assert list(wrong.values()) == [[], [], []]
 
 
 def test_fsdp2_never_holds_more_than_a_bucket_of_gathered_tensors(folder: Path):

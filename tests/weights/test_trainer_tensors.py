@@ -286,6 +286,18 @@ def test_tied_weights_come_once_unless_adapters_untie_them(model: Callable[[], n
         assert not torch.equal(values["lm_head.weight"], values["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize(
+    "config", [LoraConfig(target_modules=["embed_tokens"]), LoraConfig(modules_to_save=["lm_head"])]
+)
+def test_adapters_that_peft_keeps_tied_give_equal_weights(config: LoraConfig):  # case WS-05
+    config.ensure_weight_tying = True
+    before = _llama(tie=True).get_parameter("model.embed_tokens.weight")
+    values = _values(_peft(config, tie=True))
+    embedding = values["model.embed_tokens.weight"]
+    assert not torch.equal(embedding, before)
+    assert torch.equal(values.get("lm_head.weight", embedding), embedding)
+
+
 def test_an_unsharded_weight_is_the_trainers_memory_and_only_merged_ones_are_new():
     model = _peft(LoraConfig(**LORA))
     own = {parameter.data_ptr() for parameter in model.parameters()}
