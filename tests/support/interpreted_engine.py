@@ -185,8 +185,8 @@ def life(folder: Path) -> dict[str, Any]:
 def with_adapters(folder: Path) -> dict[str, Any]:
     """A batch of rows with one adapter, another, and none, by every way that must give the same bits."""
     choices = ["strong", None, "narrow"]
-    params = [SamplingParams(max_tokens=3, seed=index, ignore_eos=True) for index in range(3)]
-    batch = prompts()[1:4]
+    params = [SamplingParams(max_tokens=2, seed=index, ignore_eos=True) for index in range(3)]
+    batch = [prompts()[4], prompts()[4], prompts()[0]]
 
     def load(llm: LLM) -> None:
         with llm.policy_update() as update:
@@ -196,19 +196,15 @@ def with_adapters(folder: Path) -> dict[str, Any]:
     def run(llm: LLM) -> list[dict[str, Any]]:
         return plain(llm.generate(batch, params, lora_request=choices, use_tqdm=False))
 
-    options: dict[str, Any] = ENGINE | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    options: dict[str, Any] = ENGINE | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_num_seqs": 3}
     reference = LLM(folder, kernels="reference", **options)
-    eager = LLM(folder, **(options | {"kernels": "triton", "enforce_eager": True, "max_num_batched_tokens": 13}))
+    eager = LLM(folder, **(options | {"kernels": "triton", "enforce_eager": True, "max_num_batched_tokens": 2}))
     with cuda_like():
-        llm = LLM(folder, **(options | {"kernels": "triton", "kv_cache_memory": None, "max_num_batched_tokens": 48}))
+        llm = LLM(folder, **(options | {"kernels": "triton", "kv_cache_memory": None, "max_num_batched_tokens": 8}))
     for engine in (reference, eager, llm):
         load(engine)
     found = {"reference": run(reference), "eager": run(eager), "captured": run(llm)}
-    found["alone"] = [
-        sample
-        for prompt, param, choice in zip(batch, params, choices, strict=True)
-        for sample in plain(llm.generate([prompt], param, lora_request=choice, use_tqdm=False))
-    ]
+    found["alone"] = plain(llm.generate(batch[2:], params[2:], lora_request=choices[2], use_tqdm=False))
     found["without"] = plain(LLM(folder, kernels="triton", **ENGINE).generate(batch[1:2], params[1:2], use_tqdm=False))
     llm.sleep(2)
     llm.wake_up()
