@@ -33,7 +33,7 @@ class Start(Numbered, frozen=True, tag="start"):
     config: EngineConfig
     folder: str
     rank: int
-    architectures: bytes  # pickled: name -> class, as the model registry has them
+    architectures: bytes  # pickled: name -> class, what the model registry has for this model
 
 
 class Ready(msgspec.Struct, frozen=True):

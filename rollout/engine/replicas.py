@@ -58,6 +58,7 @@ from rollout.errors import (
 from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineSnapshot
+from rollout.models.loader import read_config
 from rollout.models.registry import ModelRegistry
 from rollout.platform.replicas import replica_settings
 from rollout.request import FinishReason, Request, RequestStatus
@@ -103,7 +104,9 @@ class EngineReplicas:
         self._stopping: str | None = None  # why nobody is let in: a policy update, or sleep on its way
         self._is_draining = False  # requests in flight still run
         try:
-            architectures = pickle_for_workers(ModelRegistry.registered(), "a model class of the registry")
+            architectures = pickle_for_workers(
+                ModelRegistry.classes_for(read_config(folder)), "the model's class in the registry"
+            )
             starts = {
                 rank: Start(self._group.number(), setting.config, str(folder), rank, architectures)
                 for rank, setting in enumerate(settings)

@@ -31,9 +31,9 @@ class ModelRegistry:
         return sorted(cls._classes)
 
     @classmethod
-    def registered(cls) -> dict[str, type[CausalLM]]:
-        """Every architecture with its class, for a process that is to know the same ones."""
-        return dict(cls._classes)
+    def classes_for(cls, config: PretrainedConfig) -> dict[str, type[CausalLM]]:
+        """The classes known here for a config's architectures, for another process that is to load the same model."""
+        return {name: cls._classes[name] for name in config.architectures or [] if name in cls._classes}
 
     @classmethod
     def resolve(cls, config: PretrainedConfig) -> type[CausalLM]:
