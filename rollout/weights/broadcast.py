@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rollout.errors import TransportError
-from rollout.weights.buckets import Bucket, Entry, Tally, only_consumed, pack, to_the_end, unpack
+from rollout.weights.buckets import Bucket, Entry, Tally, check_above_zero, only_consumed, send_policy, unpack
 from rollout.weights.channel import Channel, Rendezvous, connect, greet, listen
 from rollout.weights.process_group import Group, backend_of, hosted_store, joined_store
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
@@ -52,9 +52,7 @@ class BroadcastSender(Sender):
         timeout: float = 120.0,
         sends: bool = True,
     ) -> None:
-        for name, value in (("num_receivers", num_receivers), ("bucket_bytes", bucket_bytes), ("timeout", timeout)):
-            if not value > 0:
-                raise ValueError(f"{name}={value!r} is not valid: it must be above 0")
+        check_above_zero(num_receivers=num_receivers, bucket_bytes=bucket_bytes, timeout=timeout)
         self.host = host
         self.address = ""
         self._bucket_bytes = bucket_bytes
@@ -71,18 +69,8 @@ class BroadcastSender(Sender):
     def send(self, version: int, named: Iterable[NamedTensor]) -> SendReport:
         if self._rendezvous is None:
             return only_consumed(named)
-        tally = Tally()
         session = _Session(self, self._rendezvous, version)
-        with to_the_end(named) as source:
-            try:
-                for bucket in pack(source, self._bucket_bytes, session.take, self._dtype):
-                    session.announce(bucket)
-                    tally.add_bucket(bucket.entries, bucket.num_bytes)
-                session.end(tally.end())
-            except BaseException as error:
-                session.give_up(f"{type(error).__name__}: {error}")
-                raise
-        return tally.report()
+        return send_policy(session, named, self._bucket_bytes, self._dtype)
 
     def close(self) -> None:
         if self._rendezvous is not None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -185,6 +185,46 @@ def to_the_end(named: Iterable[NamedTensor]) -> Iterator[Iterator[NamedTensor]]:
         for _ in source:
             pass
         raise
+
+
+class Session(Protocol):
+    """One policy on its way, as a transport of buckets sends it."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory for the next bucket, uint8, once nobody needs what was in it."""
+        ...
+
+    def announce(self, bucket: Bucket) -> None: ...
+
+    def end(self, told: Mapping[str, Any]) -> None:
+        """That was the whole policy; returns when everybody has it."""
+        ...
+
+    def give_up(self, reason: str) -> None: ...
+
+
+def send_policy(
+    session: Session, named: Iterable[NamedTensor], bucket_bytes: int, dtype: torch.dtype | None
+) -> SendReport:
+    """Sends all of `named` in buckets. An error is told to the other end, and raised once `named` has ended."""
+    tally = Tally()
+    with to_the_end(named) as source:
+        try:
+            for bucket in pack(source, bucket_bytes, session.take, dtype):
+                session.announce(bucket)
+                tally.add_bucket(bucket.entries, bucket.num_bytes)
+            session.end(tally.end())
+        except BaseException as error:
+            session.give_up(f"{type(error).__name__}: {error}")
+            raise
+    return tally.report()
+
+
+def check_above_zero(**values: float) -> None:
+    """Raises `ValueError` naming the first of `values` that is not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value!r} is not valid: it must be above 0")
 
 
 def only_consumed(named: Iterable[NamedTensor]) -> SendReport:

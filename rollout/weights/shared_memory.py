@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from rollout.errors import TransportError
-from rollout.weights.buckets import Bucket, Entry, Tally, only_consumed, pack, to_the_end, unpack
+from rollout.weights.buckets import Bucket, Entry, Tally, check_above_zero, only_consumed, send_policy, unpack
 from rollout.weights.channel import Channel, Rendezvous, connect_locally, greet, listen_locally, private_folder
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
 
@@ -56,9 +56,7 @@ class SharedMemorySender(Sender):
         timeout: float = 120.0,
         sends: bool = True,
     ) -> None:
-        for name, value in (("num_receivers", num_receivers), ("bucket_bytes", bucket_bytes), ("timeout", timeout)):
-            if not value > 0:
-                raise ValueError(f"{name}={value!r} is not valid: it must be above 0")
+        check_above_zero(num_receivers=num_receivers, bucket_bytes=bucket_bytes, timeout=timeout)
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._device = torch.device(device)
@@ -73,18 +71,8 @@ class SharedMemorySender(Sender):
     def send(self, version: int, named: Iterable[NamedTensor]) -> SendReport:
         if self._rendezvous is None:
             return only_consumed(named)
-        tally = Tally()
         session = _Session(self, self._rendezvous, version)
-        with to_the_end(named) as source:
-            try:
-                for bucket in pack(source, self._bucket_bytes, session.take, self._dtype):
-                    session.announce(bucket)
-                    tally.add_bucket(bucket.entries, bucket.num_bytes)
-                session.end(tally.end())
-            except BaseException as error:
-                session.give_up(f"{type(error).__name__}: {error}")
-                raise
-        return tally.report()
+        return send_policy(session, named, self._bucket_bytes, self._dtype)
 
     def close(self) -> None:
         if self._rendezvous is not None:
