@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,7 @@ class EngineCore:
         )
         self._tensors = tuple(self.parameters().values())
         self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
+        self._orphans: dict[str, int] = {}  # parameters that hold no policy, and torch's change counter of then
         self._placement = Placement(self._worker.model)
 
     @property
@@ -403,6 +404,7 @@ class EngineCore:
         self._asleep |= self._worker.sleeping_tags(level, self._weights_shared)
         if "weights" in self._asleep:
             self._weights_loaded = False
+            self._orphan(self.parameters().keys())
         if level == 2 and self._adapters is not None:
             self._adapters.drop_all()
             self._renew_receipt()
@@ -630,15 +632,31 @@ class EngineCore:
     def _go_on(self) -> None:
         """Runs again; the weights are as the receipt has them."""
         self._changes = shared_versions(self._tensors)
+        self._orphans = {}
         self._pause = None
         self.flush()
 
-    def mark_unusable(self, reason: str) -> None:
+    def mark_unusable(self, reason: str, written: Collection[str] = ()) -> None:
         with self.lock:
             self._unusable = reason
-            self._pause = None
+            self._orphan(written)
             self._abort_all()
+            before = self._receipt
+            if self._pause is not None and before is not None and self._policy_version != before.policy_version:
+                self._take_version(before.policy_version)  # the version that failed may be sent again
+            self._pause = None
             self.flush()
+
+    def _orphan(self, names: Collection[str]) -> None:
+        """These parameters hold no policy from now on."""
+        parameters = self.parameters()
+        self._orphans |= zip(names, shared_versions(parameters[name] for name in names), strict=True)
+
+    def orphans(self) -> frozenset[str]:
+        parameters = self.parameters()
+        now = shared_versions(parameters[name] for name in self._orphans)
+        pairs = zip(self._orphans.items(), now, strict=True)
+        return frozenset(name for (name, then), version in pairs if version == then)
 
     def _check_placement(self, error: type[StaleWeightsError] | type[PolicyUpdateError]) -> None:
         problem = self._placement.problem()

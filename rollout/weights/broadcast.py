@@ -175,6 +175,7 @@ class BroadcastReceiver(Transport):
 
     def prepare(self, version: int, held: HeldPolicy) -> None:
         self._version = version
+        self._timeout = held.limit(self._timeout)
 
     def tensors(self) -> Iterator[NamedTensor]:
         connection = connect(self._host, self._port, self._timeout)

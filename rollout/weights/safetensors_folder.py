@@ -157,6 +157,7 @@ class SafetensorsFolderReceiver(Transport):
 
     def prepare(self, version: int, held: HeldPolicy) -> None:
         self._version = version
+        self._timeout = held.limit(self._timeout)
 
     def tensors(self) -> Iterator[NamedTensor]:
         """See `Transport`. Everything is read once and compared with the manifest before the first tensor is given."""

@@ -172,6 +172,7 @@ class SharedMemoryReceiver(Transport):
 
     def prepare(self, version: int, held: HeldPolicy) -> None:
         self._version = version
+        self._timeout = held.limit(self._timeout)
 
     def tensors(self) -> Iterator[NamedTensor]:
         channel = greet(connect_locally(self._path, self._timeout), self._timeout, self._version)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -92,7 +92,12 @@ class UpdateTarget(Protocol):
         where `pause` stopped, under the receipt's version, also after `invalidate`."""
         ...
 
-    def mark_unusable(self, reason: str) -> None:
+    def orphans(self) -> frozenset[str]:
+        """Names of the parameters whose memory holds no policy, and that torch has not seen change in place since:
+        given back by sleep, or written by an update that failed. Asked for after `wake_weights`."""
+        ...
+
+    def mark_unusable(self, reason: str, written: Collection[str] = ()) -> None:
         """The weights are a mixture: refuses to generate, saying why, until a later `resume`. Requests that were kept
         end with what they have."""
         ...

@@ -29,7 +29,9 @@ from rollout.errors import (
     PolicyVersionError,
     RollBackError,
     RolloutError,
+    TensorKindError,
     TiedTensorError,
+    TransportError,
     UncoveredParametersError,
 )
 from rollout.weights.adapter_update import AdapterSource, AdapterUpdate
@@ -144,6 +146,7 @@ class PolicyUpdate:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r} is not valid: it must be above 0 seconds, or None")
         self.version = _next_version(version, engine.policy_version)
+        self._asked_version = version
         self.phase = Phase.OPEN
         self.phase_seconds: dict[str, float] = {}
         self.bytes_copied = 0
@@ -159,6 +162,7 @@ class PolicyUpdate:
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._tied: Mapping[str, str] = {}
         self._storages: frozenset[int] = frozenset()
+        self._orphans: frozenset[str] = frozenset()
         self._sent: dict[str, _Sent] = {}
         self._shared: dict[str, torch.Tensor] = {}
         self._written = False
@@ -210,6 +214,11 @@ class PolicyUpdate:
         with _Step(self, "pause"):
             self._started = time.perf_counter()
             self._engine.pause(self._in_flight, self._timeout)
+            try:  # another update may have ended since this one was made
+                self.version = _next_version(self._asked_version, self._engine.policy_version)
+            except PolicyVersionError:
+                self._engine.cancel()
+                raise
 
     def wake(self) -> None:
         """Makes the weights' memory writable and learns the engine's tensors."""
@@ -218,6 +227,7 @@ class PolicyUpdate:
             self._parameters = dict(self._engine.parameters())
             self._tied = dict(self._engine.tied())
             self._storages = frozenset(t.untyped_storage().data_ptr() for t in self._parameters.values())
+            self._orphans = self._engine.orphans()
             self._before = self._engine.receipt
             if self._roll_back and self._engine.holds_policy:
                 self._undo = self._engine.undo_log()
@@ -283,7 +293,8 @@ class PolicyUpdate:
         arrived: dict[str, int] = {}
         tied = {name: self._parameters[target] for name, target in self._tied.items()}
         try:
-            transport.prepare(self.version, HeldPolicy(self._engine.policy_version, {**self._parameters, **tied}))
+            held = HeldPolicy(self._engine.policy_version, {**self._parameters, **tied}, self._seconds_left())
+            transport.prepare(self.version, held)
             for name, tensor in transport.tensors():
                 item = self._match((name, tensor))
                 if item is not None:
@@ -291,6 +302,9 @@ class PolicyUpdate:
                     loaded.append(item.name)
                 arrived[name] = self._arrived_fingerprint(item, tensor)
             told = transport.sent_fingerprints()
+        except TransportError:
+            self._check_time("a transport that was silent or slow")
+            raise
         finally:
             transport.close()
         wrong = [name for name in told.keys() | arrived.keys() if told and told.get(name) != arrived.get(name)]
@@ -378,9 +392,23 @@ class PolicyUpdate:
             if seconds > self._timeout:
                 raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {self._timeout} s at {what}")
 
+    def _seconds_left(self) -> float | None:
+        """Of the update's time limit, at least a moment; None where there is no limit."""
+        if self._timeout is None:
+            return None
+        return max(1e-3, self._started + self._timeout - time.perf_counter())
+
     def _match(self, named: NamedTensor) -> Incoming | None:
-        self._check_time(named[0])
-        item = match(*named, self._parameters, self._tied, self._storages)
+        name, source = _named_tensor(named)
+        self._check_time(name)
+        item = match(name, source, self._parameters, self._tied, self._storages)
+        if item is not None and item.is_shared and item.target in self._orphans and item.target not in self._sent:
+            raise UncoveredParametersError(
+                f"{item.name} was sent as the engine's own memory, which holds no policy: it was given back by "
+                "sleep(level=2), or an update that failed has written to it, and torch has seen no change in place "
+                "since. Send it from other memory, copy it in with copy_ first, or use reload_weights()",
+                (item.target,),
+            )
         if self._roll_back and item is not None and item.is_shared:
             raise RollBackError(
                 f"roll_back=True cannot keep the old value of {item.name}: it lies in memory that the trainer shares "
@@ -493,7 +521,8 @@ class PolicyUpdate:
             reason += problem
         finally:  # also where the roll-back is interrupted
             if self.outcome is Outcome.UNUSABLE:
-                self._engine.mark_unusable(reason)
+                copied = {name for name, sent in self._sent.items() if sent.fingerprint is not None}
+                self._engine.mark_unusable(reason, copied)
             self._close_undo()
         error.add_note(
             f"policy update to {self.version} failed half-way{problem}; the engine refuses until one succeeds"
@@ -553,10 +582,21 @@ def _next_version(version: int | None, current: int) -> int:
     return version
 
 
+def _named_tensor(pair: NamedTensor) -> NamedTensor:
+    """The pair, where it is one. Raises `TensorKindError` naming what it is instead."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise TensorKindError(f"{pair!r:.200} is not a pair of a name and a tensor")
+    return pair[0], pair[1]
+
+
 def _pairs(named: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]) -> Iterable[NamedTensor]:
     """The pairs as a tuple where all of them are there already, else as they come."""
     if isinstance(named, torch.nn.Module):
         return policy_tensors(named)
+    if isinstance(named, (str, bytes)) or not isinstance(named, Iterable):
+        raise TensorKindError(
+            f"load() got {named!r:.200}: it takes a module, a mapping or pairs of names and tensors, or a Transport"
+        )
     pairs = cast(Iterable[NamedTensor], named.items() if isinstance(named, Mapping) else named)
     return tuple(pairs) if isinstance(pairs, (list, tuple, ItemsView)) else pairs
 

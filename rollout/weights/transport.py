@@ -24,11 +24,17 @@ class HeldPolicy:
     """What the engine holds when an update begins: for transports that send only what has changed.
 
     `tensors` are the engine's own, tied names included: to be read, never written. They may hold anything at all where
-    the engine is unusable or its weights were given back, so that a transport checks what it builds upon.
+    the engine is unusable or its weights were given back, so that a transport checks what it builds upon. `seconds` are
+    what is left of the update's time limit: no silence of the other end may last longer.
     """
 
     version: int
     tensors: Mapping[str, torch.Tensor]
+    seconds: float | None = None
+
+    def limit(self, timeout: float) -> float:
+        """A transport's own limit of silence, in seconds, or what the update has left where that is less."""
+        return timeout if self.seconds is None else min(timeout, self.seconds)
 
 
 class Transport(ABC):

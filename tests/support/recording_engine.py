@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -121,7 +121,10 @@ class RecordingEngine:
         self.calls.append("restore")
         self.receipt, self.policy_version = receipt, receipt.policy_version
 
-    def mark_unusable(self, reason: str) -> None:
+    def orphans(self) -> frozenset[str]:
+        return frozenset()
+
+    def mark_unusable(self, reason: str, written: Collection[str] = ()) -> None:
         self.calls.append("mark_unusable")
         self.unusable, self.holds_policy = reason, False
 
