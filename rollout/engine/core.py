@@ -40,7 +40,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
-from rollout.weights.guard import SharedWeightsGuard, shared_versions
+from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
 from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode
@@ -135,7 +135,10 @@ class EngineCore:
 
     @property
     def policy_version(self) -> int:
-        """Version of the policy that the weights hold; 0 is the checkpoint's."""
+        """Version of the policy that the weights hold; 0 is the checkpoint's. Of an unusable engine, that which it held
+        last: the version that failed may be sent again."""
+        if self._unusable is not None and self._receipt is not None:
+            return self._receipt.policy_version
         return self._policy_version
 
     @property
@@ -641,22 +644,17 @@ class EngineCore:
             self._unusable = reason
             self._orphan(written)
             self._abort_all()
-            before = self._receipt
-            if self._pause is not None and before is not None and self._policy_version != before.policy_version:
-                self._take_version(before.policy_version)  # the version that failed may be sent again
             self._pause = None
             self.flush()
 
     def _orphan(self, names: Collection[str]) -> None:
         """These parameters hold no policy from now on."""
         parameters = self.parameters()
-        self._orphans |= zip(names, shared_versions(parameters[name] for name in names), strict=True)
+        self._orphans |= {name: change_count(parameters[name]) for name in names}
 
     def orphans(self) -> frozenset[str]:
         parameters = self.parameters()
-        now = shared_versions(parameters[name] for name in self._orphans)
-        pairs = zip(self._orphans.items(), now, strict=True)
-        return frozenset(name for (name, then), version in pairs if version == then)
+        return frozenset(name for name, count in self._orphans.items() if change_count(parameters[name]) == count)
 
     def _check_placement(self, error: type[StaleWeightsError] | type[PolicyUpdateError]) -> None:
         problem = self._placement.problem()

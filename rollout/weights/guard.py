@@ -12,14 +12,19 @@ from rollout.weights.receipt import fingerprint_of
 _PROBE_ELEMENTS = 2048
 
 
-def shared_versions(parameters: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """torch's own count of in-place changes of each tensor.
+def change_count(tensor: torch.Tensor) -> int:
+    """torch's own count of in-place changes of a tensor.
 
     An in-place operation on the tensor, on a view of it or on `tensor.detach()` counts, inside `torch.no_grad()` too.
     Changes through `tensor.data`, through NumPy, through another process and by `fused=True` optimisers do not;
     inference tensors have no count (0).
     """
-    return tuple(0 if parameter.is_inference() else parameter._version for parameter in parameters)
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def shared_versions(parameters: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """`change_count` of each."""
+    return tuple(map(change_count, parameters))
 
 
 class SharedWeightsGuard:
