@@ -203,7 +203,8 @@ class LLM:
 
         A sequence may be a dict with "prompt_token_ids" and a "cache_salt": no KV is then shared with other salts.
 
-        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, or an id outside the vocabulary.
+        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, or an id outside the vocabulary, and
+        `RuntimeError` where the model's logits are not numbers, or the engine is put to sleep meanwhile.
         """
         items = split_prompts(token_ids)
         prompts = self._encode(items, lambda item: encode_prompt(item, None))
@@ -223,9 +224,7 @@ class LLM:
         for group in groups:
             request = group.samples[0]
             if request.finish_reason is not FinishReason.LENGTH:
-                raise RuntimeError(
-                    f"scoring ended with {request.finish_reason}: the engine was put to sleep, or failed"
-                )
+                raise RuntimeError(_why_not_scored(request))
             outputs.append(ScoreOutput(request.prompt_token_ids, np.array(request.prompt_logprobs, np.float32)))
         return outputs
 
@@ -251,7 +250,8 @@ class LLM:
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
         """Ends the sleep of everything, or of `tags`: "weights", "kv_cache" (with "graphs"), "graphs", "scheduling"
-        (level 0). After level 2 the weights still need a policy update, or `reload_weights`, before `generate` runs."""
+        (level 0); a string is one tag. After level 2 the weights still need a policy update, or `reload_weights`,
+        before `generate` runs."""
         with self._lock:
             return self._engine.wake_up(tags)
 
@@ -599,6 +599,16 @@ def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
         if not isinstance(entry, kind):
             raise TypeError(f"{name} holds {entry!r}: it must be {kind.__name__}")
     return values
+
+
+def _why_not_scored(request: Request) -> str:
+    """Why the scoring of a request's prompt has ended before all its tokens were scored."""
+    if request.finish_reason is FinishReason.ERROR:
+        return (
+            "scoring ended with error: the model's logits were not numbers (NaN or infinite): either weights are not, "
+            "or a computation overflows"
+        )
+    return f"scoring ended with {request.finish_reason}: the engine was put to sleep, or its policy replaced, meanwhile"
 
 
 def _progress(label: str, total: int | None, unit: str, show: bool | None) -> tqdm:

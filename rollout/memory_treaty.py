@@ -13,6 +13,7 @@
 
 Sampler and trainer take turns, so that two sums must stay within the budget: while training, the trainer's peak and
 what the engine holds meanwhile; while sampling, what the trainer keeps, the weights, a step of the engine, and the KV.
+Weights that sleep when the sums are made will be awake while sampling, and count so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.config import parse_bytes
-from rollout.errors import MemoryBudgetError
+from rollout.errors import EngineAsleepError, MemoryBudgetError
 from rollout.memory_phases import MemoryPhases, PhaseMemory
 from rollout.platform.platform import platform_for
 from rollout.worker.ledger import LedgerReport, format_bytes
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _GROWTH = 1.05  # a pool that could be larger by less stays as it is: decode steps need not be recorded anew
 _POOL = ("kv_cache",)
 _STEP = ("workspace", "graphs")  # counted with the step that needs them
+_WHOLE = ("weights", "quantized_weights", "adapters")  # hold all that they reserve while sampling, asleep now or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,15 @@ class TreatyPlan:
     margin: int  # left to nobody
     trainer_peak: int  # while training; before the first training what the trainer holds now
     trainer_rest: int  # while sampling
-    engine_rest: int  # weights and what goes with them
+    engine_rest: int  # weights and what goes with them while sampling: what sleeps now counts as if awake
+    engine_in_training: int  # the same as it was held while training; before the first training as it is held now
     engine_step: int  # activations and workspace while sampling
     kv_cache: int
     kv_cache_in_training: int  # 0 where the engine sleeps meanwhile
 
     @property
     def while_training(self) -> int:
-        return self.trainer_peak + self.engine_rest + self.kv_cache_in_training
+        return self.trainer_peak + self.engine_in_training + self.kv_cache_in_training
 
     @property
     def while_sampling(self) -> int:
@@ -64,7 +67,7 @@ class TreatyPlan:
             f"budget {show(self.budget)}: while sampling {show(self.while_sampling)} (KV {show(self.kv_cache)}, "
             f"weights {show(self.engine_rest)}, step {show(self.engine_step)}, trainer {show(self.trainer_rest)}); "
             f"while training {show(self.while_training)} (trainer {show(self.trainer_peak)}, weights "
-            f"{show(self.engine_rest)}, KV {show(self.kv_cache_in_training)}); margin {show(self.margin)}"
+            f"{show(self.engine_in_training)}, KV {show(self.kv_cache_in_training)}); margin {show(self.margin)}"
         )
 
 
@@ -74,7 +77,10 @@ class MemoryTreaty:
     On a CPU the budget is of the process's resident memory, on CUDA of what the driver counts on the device. The peaks
     are those of the phases "training" and "sampling" of `phases`, by default its own; the largest that was seen counts.
     `margin` stays free, for what no measurement sees. The pool is sized by `settle()` alone, at first on what a step of
-    the engine takes (one is run here, so the engine must be awake) and what the process holds.
+    the engine takes (one is run here, on a small pool of its own: the engine may sleep) and what the process holds.
+
+    Raises `ValueError` for a budget that the margin takes wholly, and `EngineAsleepError` where the step cannot run,
+    since sleep(2) gave back int8 copies, or weights on a device other than the CPU.
     """
 
     def __init__(
@@ -86,13 +92,16 @@ class MemoryTreaty:
             raise ValueError(f"budget={budget!r} is not valid: it must be above 0")
         if self.margin < 0:
             raise ValueError(f"margin={margin!r} is not valid: it must be at least 0")
+        if self.budget <= self.margin:
+            raise ValueError(f"budget={budget!r} is not valid: it must be above margin={margin!r}, which stays free")
+        _check_step_can_run(llm)
         self.phases = phases or MemoryPhases.of(llm)
         self._llm = llm
         self._platform = platform_for(llm.config.device)
         self._trainer_peak = 0
         self._step = max(llm.collective_rpc("measure_step"))
         self._block_bytes = self._pool().block_bytes
-        self._settled = 0  # bytes in use besides KV when the pool was last sized
+        self._settled = 0  # bytes in use besides KV and a step, with the weights awake, when the pool was last sized
 
     def training(self) -> AbstractContextManager[None]:
         """Measures the trainer's phase."""
@@ -113,42 +122,53 @@ class MemoryTreaty:
         current = self._pool().num_blocks * self._block_bytes
         if plan.kv_cache < current or plan.kv_cache > _GROWTH * current:
             self._llm.resize_kv_cache(plan.kv_cache)
-        self._settled = report.process_resident - _held(report, _POOL)
+        self._settled = plan.trainer_rest + plan.engine_rest
         return plan
 
     def _plan(self, report: LedgerReport) -> TreatyPlan:
         trainer_rest = report.unaccounted
-        engine_rest = report.accounted - _held(report, _POOL + _STEP)
+        held_now = report.accounted - _held(report, _POOL + _STEP)
+        engine_rest = held_now - _held(report, _WHOLE) + _reserved(report, _WHOLE)
         training, sampling = self.phases.measured.get("training"), self.phases.measured.get("sampling")
         if training is not None:
             self._trainer_peak = max(self._trainer_peak, training.peak - training.engine)
         if sampling is not None and self._settled:
             self._step = max(self._step, sampling.peak - self._settled - sampling.owners["kv_cache"])
         trainer_peak = max(self._trainer_peak, trainer_rest)
-        free = self.budget - self.margin - engine_rest
-        kv = free - trainer_rest - self._step
+        engine_in_training = held_now if training is None else training.engine - _pool_and_step(training)
+        free = self.budget - self.margin
+        kv = free - engine_rest - trainer_rest - self._step
         held = _sleeps_not(training)
         if held:
-            kv = min(kv, free - trainer_peak)
-        kv = min(kv, self._most()) // self._block_bytes * self._block_bytes
+            kv = min(kv, free - engine_in_training - trainer_peak)
+        kv = max(min(kv, self._most()) // self._block_bytes, 0) * self._block_bytes
         plan = TreatyPlan(
-            self.budget, self.margin, trainer_peak, trainer_rest, engine_rest, self._step, kv, kv if held else 0
+            budget=self.budget,
+            margin=self.margin,
+            trainer_peak=trainer_peak,
+            trainer_rest=trainer_rest,
+            engine_rest=engine_rest,
+            engine_in_training=engine_in_training,
+            engine_step=self._step,
+            kv_cache=kv,
+            kv_cache_in_training=kv if held else 0,
         )
-        self._check(plan, free)
+        self._check(plan)
         return plan
 
-    def _check(self, plan: TreatyPlan, free: int) -> None:
+    def _check(self, plan: TreatyPlan) -> None:
         show = format_bytes
-        if plan.trainer_peak > free:
+        missing = plan.trainer_peak + plan.engine_in_training + plan.margin - plan.budget
+        if missing > 0:
             raise MemoryBudgetError(
                 f"the budget of {show(plan.budget)} is too small for training: the trainer takes "
-                f"{show(plan.trainer_peak)} at its peak, the engine holds {show(plan.engine_rest)} besides KV, and "
-                f"{show(plan.margin)} stay free: {show(plan.trainer_peak - free)} are missing"
+                f"{show(plan.trainer_peak)} at its peak, the engine holds {show(plan.engine_in_training)} besides KV, "
+                f"and {show(plan.margin)} stay free: {show(missing)} are missing"
             )
         least = self._blocks(self._llm.engine.max_model_len) * self._block_bytes
         if plan.kv_cache < least:
             raise MemoryBudgetError(
-                f"the budget of {show(plan.budget)} leaves {show(max(plan.kv_cache, 0))} for KV, and one sequence of "
+                f"the budget of {show(plan.budget)} leaves {show(plan.kv_cache)} for KV, and one sequence of "
                 f"max_model_len={self._llm.engine.max_model_len} tokens needs {show(least)} ({plan})"
             )
 
@@ -169,6 +189,23 @@ def _pool_of(worker: Worker) -> KVPoolSize:
 
 def _held(report: LedgerReport, owners: tuple[str, ...]) -> int:
     return sum(entry.resident for entry in report.entries if entry.owner in owners and not entry.on_host)
+
+
+def _reserved(report: LedgerReport, owners: tuple[str, ...]) -> int:
+    return sum(entry.reserved for entry in report.entries if entry.owner in owners and not entry.on_host)
+
+
+def _pool_and_step(phase: PhaseMemory) -> int:
+    return sum(phase.owners.get(owner, 0) for owner in _POOL + _STEP)
+
+
+def _check_step_can_run(llm: LLM) -> None:
+    gone = "weights" in llm.sleeping_tags and platform_for(llm.config.device).device.type != "cpu"
+    if gone or (llm.config.quantization is not None and not llm.engine.holds_policy):
+        raise EngineAsleepError(
+            "the treaty measures a step of the engine, which needs weights that were given back, or not loaded: wake "
+            "the weights and run a policy_update, or reload_weights(), first"
+        )
 
 
 def _sleeps_not(training: PhaseMemory | None) -> bool:

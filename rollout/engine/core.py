@@ -64,9 +64,22 @@ class _Pause:
     is_draining: bool = False  # they still run, and nobody else is let in
 
 
+def check_tags(tags: Iterable[str] | None) -> list[str]:
+    """The wake-up tags that are meant: all of them by None, one by a string. Raises `ValueError` for an unknown one."""
+    if isinstance(tags, str):
+        tags = [tags]
+    tags = list(TAGS if tags is None else tags)
+    unknown = [tag for tag in tags if tag not in TAGS]
+    if unknown:
+        drafter = " (this engine has no drafter)" if "drafter" in unknown else ""
+        known = ", ".join(map(repr, TAGS))
+        raise ValueError(f"tags={tags!r} is not valid{drafter}: they must be among {known}")
+    return tags
+
+
 def check_sleep(level: int, mode: str) -> None:
     """Raises `ValueError` for arguments that `sleep` does not take."""
-    if level not in (0, 1, 2):
+    if isinstance(level, bool) or not isinstance(level, int) or level not in (0, 1, 2):
         raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
     if mode not in IN_FLIGHT_MODES:
         raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
@@ -414,19 +427,14 @@ class EngineCore:
         return self._worker.sleep(level, keep_weights=self._weights_shared)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
-        """Takes memory into use again: all of it, or what `tags` names. Nothing is loaded or reloaded.
+        """Takes memory into use again: all of it, or what `tags` names (a string is one tag). Nothing is loaded.
 
         "kv_cache" wakes "graphs" too: neither is of use without the other. What is awake stays as it is. On a CPU
         pages come back from the operating system when they are written; on CUDA memory is allocated here. Raises
         `ValueError` for an unknown tag, and `torch.OutOfMemoryError` where the device's memory is taken: then all
         sleeps as before, and holds no memory that it did not hold before.
         """
-        tags = list(TAGS if tags is None else tags)
-        unknown = [tag for tag in tags if tag not in TAGS]
-        if unknown:
-            drafter = " (this engine has no drafter)" if "drafter" in unknown else ""
-            known = ", ".join(map(repr, TAGS))
-            raise ValueError(f"tags={tags!r} is not valid{drafter}: they must be among {known}")
+        tags = check_tags(tags)
         if "kv_cache" in tags:
             tags.append("graphs")
         report = self._worker.wake_up(tags)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from rollout.config import EngineConfig
 from rollout.core.scheduler import check_fits
 from rollout.engine.bucket import SharedBucket
-from rollout.engine.core import Update, check_sleep
+from rollout.engine.core import Update, check_sleep, check_tags
 from rollout.engine.group import WorkerGroup
 from rollout.engine.importable import pickle_for_workers
 from rollout.engine.lock import FairLock
@@ -329,8 +329,9 @@ class EngineReplicas:
             self.go_on(None)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
+        tags = check_tags(tags)
         try:
-            reports = self._call_all(WakeReport, "wake_up", None if tags is None else list(tags))
+            reports = self._call_all(WakeReport, "wake_up", tags)
             return join_wake_reports(reports)
         finally:
             self.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -34,6 +34,9 @@ class SharedWeightsGuard:
     in-place operations such as `optimizer.step()`) and a fingerprint of a piece of every tensor (which catches what
     the counters miss, a fused optimiser or an edit through `.data`, where it changes most tensors: it is a probe, not
     a proof). `verify_receipt` reads every byte. The guard holds aliases of the tensors, which cost no memory.
+
+    Parameters that are computed as one product (gate and up projection) lie in one storage, whose changes torch counts
+    together: all of them are reported, those first that were seen to hold other values.
     """
 
     def __init__(self, shared: Mapping[str, torch.Tensor]) -> None:
@@ -47,9 +50,12 @@ class SharedWeightsGuard:
         return tuple(self._shared)
 
     def changed(self) -> list[str]:
-        """Names of the shared parameters that were seen to have changed since."""
-        now = zip(shared_versions(self._shared.values()), self._probe(), strict=True)
-        then = zip(self._versions, self._probes, strict=True)
+        """Names of the shared parameters that were seen to have changed since, those first whose probe has changed."""
+        counted = self._differing(self._versions, shared_versions(self._shared.values()))
+        probed = self._differing(self._probes, self._probe())
+        return probed + [name for name in counted if name not in probed]
+
+    def _differing(self, then: Sequence[int], now: Sequence[int]) -> list[str]:
         return [name for name, before, after in zip(self._shared, then, now, strict=True) if before != after]
 
     def check(self) -> None:
@@ -58,10 +64,8 @@ class SharedWeightsGuard:
 
     def check_counters(self) -> None:
         """The same by torch's change counters alone, for every step of the engine: a microsecond for ten tensors."""
-        now = shared_versions(self._shared.values())
-        if now != self._versions:
-            pairs = zip(self._shared, self._versions, now, strict=True)
-            self._refuse([name for name, before, after in pairs if before != after])
+        if shared_versions(self._shared.values()) != self._versions:
+            self._refuse(self.changed())
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:

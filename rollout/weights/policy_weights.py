@@ -132,10 +132,13 @@ def _live_name(path: str, layers: Mapping[str, nn.Module], saved: tuple[str, ...
         return None
     try:
         return canonical_name(path.replace(".original_module.", "."))
-    except AdapterTensorError:
+    except AdapterTensorError as error:
         if any(path.startswith(f"{layer}.lora_") for layer in layers):
             return None
-        raise
+        raise AdapterTensorError(
+            f"{path!r} belongs to an adapter that is not merged on the way (trainable tokens, IA3, VeRA, ...; LoRA of "
+            "linear and embedding layers is): send copy.deepcopy(model).merge_and_unload(), or train without it"
+        ) from error
 
 
 def _lora_layers(model: nn.Module) -> dict[str, LoraLayer]:

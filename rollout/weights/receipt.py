@@ -169,9 +169,14 @@ def changed_tensors(
     copies: Mapping[str, torch.Tensor] | None = None,
     adapters: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
-    """Names whose fingerprint, computed now, is not the receipt's; names that only one side has are among them."""
+    """Names whose fingerprint, computed now, is not the receipt's; names that only one side has are among them.
+
+    Copies come last: they follow from parameters, so that a parameter is the cause where both have changed.
+    """
     known = fingerprint_tensors(parameters)
     now = {**known, **{name: known[target] for name, target in tied.items()}, **fingerprint_tensors(buffers)}
     now |= fingerprint_tensors(copies or {}) | fingerprint_tensors(adapters or {})
     then = receipt.tensors | receipt.buffers | receipt.copies | receipt.adapters
-    return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    of_copies = receipt.copies.keys() | (copies or {}).keys()
+    changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    return sorted(changed, key=lambda name: name in of_copies)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollout import LLM, SamplingParams
-from rollout.errors import MemoryBudgetError
+from rollout.errors import EngineAsleepError, MemoryBudgetError
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
 from rollout.worker.ledger import process_resident_bytes, trim_heap
 from tests.support.policies import assert_same_samples, random_prompt
@@ -107,6 +108,7 @@ def test_a_budget_without_room_for_one_sequence_is_refused_with_numbers(llm: LLM
         treaty.settle()
     for budget, margin, message in (
         (0, 0, r"budget=0 is not valid"),
+        ("1KiB", "32MiB", r"budget='1KiB' is not valid: it must be above margin='32MiB'"),
         ("1GiB", -1, r"margin=-1 is not valid"),
         ("lots", 0, r"budget='lots' is not valid"),
     ):
@@ -129,3 +131,63 @@ def test_a_pool_that_could_be_a_little_larger_stays_as_it_is(llm: LLM) -> None:
     treaty.settle()
     assert llm.engine.executor.worker.runner.decode_programs is programs
     assert isinstance(treaty.settle(), TreatyPlan)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"enable_lora": True, "max_loras": 4}])
+def test_weights_that_sleep_are_planned_as_awake(tiny_model: Callable[..., Path], options: dict[str, Any]) -> None:
+    folder = tiny_model(num_layers=2, hidden_size=512, intermediate_size=2048, vocab_size=8192)
+    llm = LLM(folder, dtype="float32", kv_cache_memory="8MiB", max_num_seqs=256, **options)
+    treaty = MemoryTreaty(llm, budget_over(160 * MIB))
+    awake = treaty.settle()
+    weights = sum(
+        entry.reserved
+        for entry in llm.memory_ledger().entries
+        if entry.owner in ("weights", "quantized_weights", "adapters")
+    )
+    assert weights > 40 * MIB
+    llm.sleep(2)
+    asleep = treaty.settle()
+    assert asleep.engine_rest == pytest.approx(awake.engine_rest, abs=MIB)
+    assert asleep.kv_cache == pytest.approx(awake.kv_cache, abs=SLACK)
+    llm.wake_up()
+    llm.reload_weights()
+    with treaty.sampling():
+        llm.generate(PROMPTS, PARAMS)
+    assert treaty.phases.measured["sampling"].peak <= treaty.budget
+    again = treaty.settle()
+    assert again.engine_step < awake.engine_step + SLACK  # the weights that came back are no part of a step
+
+
+def test_weights_that_slept_while_the_trainer_worked_leave_it_their_room(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model(num_layers=2, hidden_size=512, intermediate_size=2048, vocab_size=8192)
+    llm = LLM(folder, dtype="float32", kv_cache_memory="8MiB", max_num_seqs=64)
+    weights = llm.memory_ledger()["weights"].resident
+    assert weights > 40 * MIB
+    treaty = MemoryTreaty(llm, budget_over(100 * MIB))
+    treaty.settle()
+    llm.sleep(2)
+    train(treaty, 100 * MIB)  # more than fits beside the weights and the margin
+    plan = treaty.settle()
+    assert plan.engine_in_training < MIB
+    assert plan.while_training + plan.margin <= plan.budget
+    assert plan.engine_rest >= weights
+
+
+def test_a_budget_that_is_passed_without_any_kv_is_refused_with_numbers_that_agree(llm: LLM) -> None:
+    treaty = MemoryTreaty(llm, budget_over(MIB // 4), margin=0)
+    with pytest.raises(MemoryBudgetError, match=r"leaves 0 B for KV, .*\(KV 0 B, ") as caught:
+        treaty.settle()
+    assert "-" not in str(caught.value)
+
+
+def test_a_treaty_is_made_while_the_engine_sleeps(tiny_model: Callable[..., Path], llm: LLM) -> None:
+    llm.sleep(2)
+    assert MemoryTreaty(llm, budget_over(160 * MIB)).settle().kv_cache > 16 * MIB
+    quantized = LLM(tiny_model(), kv_cache_memory="1MiB", quantization="int8")
+    quantized.sleep(2)
+    with pytest.raises(EngineAsleepError, match=r"measures a step of the engine, which needs weights"):
+        MemoryTreaty(quantized, budget_over(160 * MIB))
+    quantized.wake_up()
+    quantized.reload_weights()
+    quantized.sleep(1)
+    MemoryTreaty(quantized, budget_over(160 * MIB)).settle()

@@ -246,6 +246,8 @@ def test_weights_that_are_not_numbers_end_requests_with_an_error(policies: Polic
     push_mapping(llm, weights)
     llm.verify()
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].finish_reason == "error"
+    with pytest.raises(RuntimeError, match="scoring ended with error: the model's logits were not numbers"):
+        llm.score(PROMPTS[0])
     push_mapping(llm, policies.weights(0))
     assert_serves(llm, policies, 0)
 

@@ -137,6 +137,16 @@ def test_scores_are_those_of_one_engine(engines: Engines) -> None:
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
+def test_a_string_is_one_tag_on_every_rank(engines: Engines) -> None:
+    with pytest.raises(ValueError, match="level=True is not valid"):
+        engines.two.sleep(True)
+    engines.two.sleep(1)
+    with pytest.raises(ValueError, match=r"tags=\['kv'\] is not valid"):
+        engines.two.wake_up("kv")
+    engines.two.wake_up("kv_cache")
+    assert not engines.two.is_sleeping
+
+
 def test_each_prompt_goes_with_its_samples_to_the_rank_with_least_work(engines: Engines) -> None:
     before = [snapshot.counters.num_generated_tokens for snapshot in engines.two._engine.snapshots()]
     params = [SamplingParams(n=n, max_tokens=20, seed=1, ignore_eos=True) for n in (8, 2, 2, 3)]

@@ -164,9 +164,9 @@ def test_modes_and_levels_that_do_not_exist_are_refused(policies: Policies):
     llm = policies.engine()
     with pytest.raises(ValueError, match=r"mode='drain' is not valid: it must be one of abort, wait, keep, recompute"):
         llm.sleep(1, "drain")  # pyright: ignore[reportArgumentType]
-    for level in (3, -1):
-        with pytest.raises(ValueError, match=f"level={level} is not valid: it must be 0 .*, 1 .* or 2"):
-            llm.sleep(level)
+    for level in (3, -1, True, False, 1.0, "1"):
+        with pytest.raises(ValueError, match=f"level={level!r} is not valid: it must be 0 .*, 1 .* or 2"):
+            llm.sleep(level)  # pyright: ignore[reportArgumentType]
     assert not llm.is_sleeping
 
 
@@ -277,6 +277,17 @@ def test_graphs_can_be_woken_alone_and_do_not_wake_the_kv_cache(policies: Polici
     eager = policies.engine(enforce_eager=True)
     eager.sleep(1)
     assert eager.sleeping_tags == ("kv_cache",)
+
+
+def test_a_string_is_one_tag(policies: Policies):
+    llm = policies.engine()
+    llm.sleep(2)
+    llm.wake_up("weights")
+    assert llm.sleeping_tags == ("kv_cache", "graphs")
+    with pytest.raises(ValueError, match=r"tags=\['kv'\] is not valid: they must be among 'scheduling', 'weights'"):
+        llm.wake_up("kv")
+    llm.wake_up("kv_cache")
+    assert not llm.is_sleeping
 
 
 # Sleeps and wakes that fail

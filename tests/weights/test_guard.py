@@ -111,3 +111,14 @@ def test_a_guard_over_nothing_always_passes():
     guard.check()
     guard.check_counters()
     assert guard.names == ()
+
+
+def test_of_parameters_in_one_storage_the_one_that_changed_is_named_first():
+    fused = torch.randn(96, 48)  # torch counts changes of both halves together
+    halves = {"gate": nn.Parameter(fused[:48], False), "up": nn.Parameter(fused[48:], False)}
+    guard = SharedWeightsGuard(halves)
+    halves["up"].mul_(1.01)
+    assert guard.changed() == ["up", "gate"]
+    for check in (guard.check, guard.check_counters):
+        with pytest.raises(StaleWeightsError, match=r"2 of 2 parameters .*\(first: up\)"):
+            check()

@@ -48,6 +48,9 @@ def test_copies_are_part_of_the_fingerprint_and_named_where_they_change():
     copies["int8.embed.values"][5] ^= 1
     with pytest.raises(StaleWeightsError, match=r"1 tensors .*: int8\.embed\.values"):
         verify_receipt(receipt, parameters, TIED, buffers, copies)
+    parameters["norm.weight"][0] += 1
+    with pytest.raises(StaleWeightsError, match=r"2 tensors .*: norm\.weight, int8\.embed\.values"):
+        verify_receipt(receipt, parameters, TIED, buffers, copies)
 
 
 def test_the_same_memory_gives_the_same_receipt():

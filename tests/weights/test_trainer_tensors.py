@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -339,8 +340,21 @@ def test_shapes_are_known_before_anything_is_gathered(process_group: None):
     ],
 )
 def test_adapters_that_cannot_be_merged_here_raise(config: LoraConfig, message: str):  # case WS-08
-    with pytest.raises(AdapterTensorError, match=message):
+    with pytest.raises(AdapterTensorError, match=rf"{message}.*merge") as caught:
         policy_tensors(_peft(config))
+    assert "policy_tensors(model)" not in str(caught.value)  # that is what was done
+
+
+def test_trainable_tokens_are_sent_by_a_merged_copy():
+    model = _peft(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    sent = dict(policy_tensors(copy.deepcopy(model).merge_and_unload()))
+    expected = _llama()
+    expected.load_state_dict(sent)
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(expected(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def _quantised() -> nn.Module:
