@@ -211,6 +211,10 @@ class PolicyUpdate:
             self._started = time.perf_counter()
             self._engine.pause(self._in_flight, self._timeout)
 
+    def count_from(self, seconds: float) -> None:
+        """Counts seconds that had passed elsewhere before `pause` towards the limit."""
+        self._started -= seconds
+
     def wake(self) -> None:
         """Makes the weights' memory writable and learns the engine's tensors."""
         with _Step(self, "wake"):
