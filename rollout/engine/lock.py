@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+
+class LockTimeoutError(TimeoutError):
+    """Another thread has held the lock for too long."""
 
 
 class FairLock:
@@ -17,26 +23,41 @@ class FairLock:
         self._turn = threading.Condition()
         self._next_ticket = 0
         self._serving = 0
-        self._given_up: set[int] = set()  # tickets of threads that were interrupted while they waited
+        self._given_up: set[int] = set()  # tickets of threads that wait no more, interrupted or out of time
+
+    @contextmanager
+    def within(self, seconds: float | None) -> Iterator[None]:
+        """Holds the lock for a block. Raises `LockTimeoutError` if that takes longer than so many seconds."""
+        self._take(seconds)
+        try:
+            yield
+        finally:
+            self._release()
 
     def __enter__(self) -> FairLock:
+        self._take(None)
+        return self
+
+    def _take(self, seconds: float | None) -> None:
         with self._turn:
             ticket = self._next_ticket
             self._next_ticket += 1
             try:
-                while self._serving != ticket:
-                    self._turn.wait()
+                if not self._turn.wait_for(lambda: self._serving == ticket, seconds):
+                    raise LockTimeoutError("another thread's call still holds the engine")
             except BaseException:
                 if self._serving == ticket:
                     self._pass_on()
                 else:
                     self._given_up.add(ticket)
                 raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
         with self._turn:
             self._pass_on()
 

@@ -112,7 +112,8 @@ class OpenUpdate(Numbered, frozen=True, tag="open_update"):
 
     version: int
     in_flight: InFlightMode
-    timeout: float | None
+    timeout: float | None  # seconds, as the user gave it
+    spent: float  # seconds of it, so far
     roll_back: bool
 
 

@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from rollout.engine.bucket import SharedBucket
 from rollout.engine.core import Update, check_sleep, check_tags
 from rollout.engine.group import WorkerGroup
 from rollout.engine.importable import pickle_for_workers
-from rollout.engine.lock import FairLock
+from rollout.engine.lock import FairLock, LockTimeoutError
 from rollout.engine.messages import (
     Abort,
     Add,
@@ -68,6 +68,8 @@ from rollout.weights.transaction import PolicyUpdate
 from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 
 T = TypeVar("T")
+
+_TURN_SECONDS = 1.0  # that a step waits for workers before other threads may use the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,8 @@ class EngineReplicas:
             self._drop(handle)
 
     def step(self) -> Iterator[Update]:
-        """Waits until a worker has sent something, if anything is unfinished, and returns all that came.
+        """Waits until a worker has sent something, if anything is unfinished, and returns all that came; nothing when
+        that takes so long that other threads should have their turn.
 
         Raises what a worker's step raised: no token is lost, and it tries again at the next `step`. Raises
         `WorkerDiedError`. In either case what came before has been returned.
@@ -272,11 +275,15 @@ class EngineReplicas:
             raise failed.fault.error(rank)
         if self._requests and self.is_held and not self._has_news:
             self.check_running()
+        turn_ends = time.monotonic() + _TURN_SECONDS
         while self._requests and not self._has_news:
+            left = turn_ends - time.monotonic()
+            if left <= 0 or self._group.is_closing:
+                break
             for rank in self._halted:
                 self._group.send(rank, Proceed())
             self._halted.clear()
-            self._group.receive()
+            self._group.receive(left)
         return self._take()
 
     @property
@@ -384,34 +391,47 @@ class EngineReplicas:
         except TimeoutError as error:
             raise PolicyUpdateTimeoutError(f"the policy update passed its limit of {timeout} s: {error}") from error
 
-    def ask_all(self, command: Callable[[int], Numbered], kind: type[T]) -> list[T]:
-        """Asks every rank, and delivers what ended by it. `command` makes the message with a number."""
-        with self.lock:
+    def ask_all(self, command: Callable[[int], Numbered], kind: type[T], timeout: float | None = None) -> list[T]:
+        """Asks every rank, and delivers what ended by it. `command` makes the message with a number.
+
+        Raises `NoAnswerError` naming the ranks that have not answered in `timeout` seconds, `LockTimeoutError` where
+        another thread did not let the engine go for so long.
+        """
+        started = time.monotonic()
+        with self.lock.within(timeout):
+            left = None if timeout is None else max(1e-3, timeout - (time.monotonic() - started))
             try:
                 ranks = range(self._group.num_ranks)
-                return self._group.ask({rank: command(self._group.number()) for rank in ranks}, kind)
+                return self._group.ask({rank: command(self._group.number()) for rank in ranks}, kind, left)
             finally:
                 self.flush()
+
+    def kill_silent(self, ranks: Collection[int], why: str) -> None:
+        """Kills workers that do not answer: `ranks`, or those that another thread, which has the lock, waits for."""
+        self._group.kill_silent(ranks, why)
 
     def tell_living(self, command: Command) -> None:
         """Sends a message to every rank whose process runs, after one has died. Nobody waits for replies."""
         with self.lock:
             self._group.send_to_living(command)
 
-    def mark_unusable(self, reason: str) -> None:
-        """Lets no rank generate before a complete update."""
-        self.ask_all(lambda number: Call(number, "mark_unusable", [reason]), type(None))
-
     def go_on(self, receipt: Receipt | None) -> None:
         """Ends what `_stop` began; under a new receipt, if there is one."""
-        with self.lock:
-            self._stopping = None
-            self._receipt = receipt or self._receipt
+        self._receipt = receipt or self._receipt
+        self._stopping = None
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        """Wakes those who wait while requests are held."""
+        with self._changed:
+            self._changed.notify_all()
+        # A thread that waits for a worker without an answer may have the lock. What there is to deliver can wait.
+        with suppress(LockTimeoutError), self.lock.within(_TURN_SECONDS):
             self.flush()
 
     def _stop(self, reason: str, mode: InFlightMode, timeout: float | None) -> None:
         """Lets nobody else in. Where requests are to be waited for they run to their end first."""
-        with self.lock:
+        with self.lock.within(timeout):
             self._group.check_alive()
             if self._stopping is not None:
                 raise PolicyUpdateError(
@@ -424,8 +444,8 @@ class EngineReplicas:
                     raise EngineAsleepError(
                         f"'wait' would never end, since requests in flight cannot run: {obstacle}"
                     ) from obstacle
+            self._is_draining = mode == "wait"  # first: nobody is to take the requests for held
             self._stopping = reason
-            self._is_draining = mode == "wait"
         if mode == "wait":
             self._drain(timeout)
 
@@ -436,7 +456,7 @@ class EngineReplicas:
         drained = False
         try:
             while not drained:
-                with self.lock:
+                with self.lock.within(None if deadline is None else max(0.0, deadline - time.perf_counter())):
                     if deadline is not None and time.perf_counter() > deadline and self._requests:
                         raise TimeoutError(
                             f"{len(self._requests)} requests in flight had not ended after {timeout} s, and go on"
@@ -444,11 +464,10 @@ class EngineReplicas:
                     self.deliver(self.step())
                     drained = not self._requests
         finally:
-            with self.lock:
-                self._is_draining = False
-                if not drained:
-                    self._stopping = None
-                self.flush()
+            if not drained:
+                self._stopping = None
+            self._is_draining = False
+            self._tell_waiting()
 
     # What there is only in one process
 
@@ -465,8 +484,9 @@ class EngineReplicas:
         raise ValueError(f"{method}() is not supported with data_parallel_size={self.config.data_parallel_size}: {why}")
 
     def close(self) -> None:
-        """Ends the processes, also one that does not answer. Requests in flight end with what has arrived of them.
-        Nothing happens the second time."""
+        """Ends the processes, also one that does not answer, whatever other threads wait for: they get
+        `EngineClosedError`. Requests in flight end with what has arrived of them. Nothing happens the second time."""
+        self._group.interrupt()
         with self.lock:
             if self._group.is_alive:
                 self._group.receive(timeout=0)

@@ -32,7 +32,9 @@ class UpdateOnRank:
             self._update = PolicyUpdate(
                 self._engine, message.version, message.in_flight, message.timeout, message.roll_back
             )
-            return self._update.pause()
+            self._update.pause()
+            self._update.count_from(message.spent)
+            return None
         if isinstance(message, GiveUp):
             return self._give_up(message)
         assert self._update is not None, "the update was not opened"

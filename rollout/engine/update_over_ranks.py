@@ -11,26 +11,30 @@ Tensors of this process go to all ranks at once, through one bucket of shared me
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
 from rollout.engine.bucket import ALIGNMENT
+from rollout.engine.group import NoAnswerError
 from rollout.engine.importable import pickle_for_workers
+from rollout.engine.lock import LockTimeoutError
 from rollout.engine.messages import (
     Arrived,
     BucketTensor,
+    Call,
     GiveUp,
     Layout,
     LoadBucket,
     LoadTransport,
+    Numbered,
     OpenUpdate,
     UpdateStep,
 )
 from rollout.engine.update_on_rank import dtype_name, dtype_of
-from rollout.errors import EngineClosedError, FingerprintMismatchError, WorkerDiedError
+from rollout.errors import EngineClosedError, FingerprintMismatchError, PolicyUpdateTimeoutError, WorkerDiedError
 from rollout.weights.in_process import InProcess
 from rollout.weights.incoming import Incoming
 from rollout.weights.receipt import Receipt
@@ -44,6 +48,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUCKET_BYTES = 64 << 20
+
+# Seconds that a rank has at least to say that it gave up. It may have to put the old policy back, or to wait for the
+# sender of a transport, which is silent for as long as the transport's own limit allows.
+_GIVE_UP_SECONDS = 8.0
+_GIVE_UP_TRANSPORT_SECONDS = 150.0
 
 _RemoteStep = Literal["wake", "post_process", "verify", "invalidate", "resume"]
 
@@ -72,28 +81,34 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         self._packed: list[BucketTensor] = []  # what lies in the bucket, and no rank has heard of yet
         self._used = 0  # bytes of the bucket
         self._bucket_bytes = 0
+        self._give_up_seconds = _GIVE_UP_SECONDS
 
     def pause(self) -> None:
         """Stops all ranks, once requests in flight are where the mode wants them."""
         with _Step(self, "pause"):
             self._started = time.perf_counter()
             self._engines.stop_for_update(self._in_flight, self._timeout)
-            left = None
-            if self._timeout is not None:
-                left = max(1e-3, self._started + self._timeout - time.perf_counter())
+            spent = time.perf_counter() - self._started
             mode = "abort" if self._in_flight == "wait" else self._in_flight  # none is left to wait for
+            asked: list[int] = []
+
+            def open_update(number: int) -> OpenUpdate:
+                asked.append(number)
+                return OpenUpdate(number, self.version, mode, self._timeout, spent, self._roll_back)
+
             try:
-                self._engines.ask_all(
-                    lambda number: OpenUpdate(number, self.version, mode, left, self._roll_back), type(None)
-                )
+                self._ask_all("pause", open_update, type(None))
             except BaseException as error:
-                self._tell_to_give_up(error)
+                if asked:
+                    self._tell_to_give_up(error)
+                else:  # no rank has heard of this update
+                    self._engines.go_on(None)
                 raise
 
     def wake(self) -> None:
         """Makes the weights' memory writable on all ranks, and learns what tensors they have."""
         with _Step(self, "wake"):
-            layout, *others = self._ask_all("wake", Layout)
+            layout, *others = self._ask_step("wake", Layout)
             assert all(other == layout for other in others), "ranks of one model have other tensors"
             # Each stands for the tensors of all ranks: dtype and shape, and next to no memory.
             self._parameters = {
@@ -129,7 +144,7 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         """Has every rank load what lies in the bucket."""
         if self._packed:
             packed, self._packed, self._used = self._packed, [], 0
-            self._engines.ask_all(lambda number: LoadBucket(number, self._bucket.num_bytes, packed), type(None))
+            self._ask_all("load", lambda number: LoadBucket(number, self._bucket.num_bytes, packed), type(None))
 
     def _receive(self, transport: Transport) -> list[str]:
         """Has every rank read the transport by itself; one that is memory of this process is sent from here."""
@@ -138,7 +153,9 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         try:
             payload = pickle_for_workers(transport, f"the transport {type(transport).__name__}")
             self._written = True
-            first, *others = self._engines.ask_all(lambda number: LoadTransport(number, payload), Arrived)
+            patience, self._give_up_seconds = self._give_up_seconds, _GIVE_UP_TRANSPORT_SECONDS
+            first, *others = self._ask_all("load", lambda number: LoadTransport(number, payload), Arrived)
+            self._give_up_seconds = patience  # nobody waits for a sender any more
         finally:
             transport.close()
         for rank, other in enumerate(others, start=1):
@@ -154,12 +171,12 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         with _Step(self, "post_process"):
             self._send_bucket()  # something is left where a load failed, and the user went on
             self._check_covered()
-            self._ask_all("post_process", type(None))
+            self._ask_step("post_process", type(None))
 
     def verify(self) -> None:
         """Has every rank fingerprint its memory, and compares with what was sent and with one another."""
         with _Step(self, "verify"):
-            receipts = self._ask_all("verify", Receipt)
+            receipts = self._ask_step("verify", Receipt)
             for rank, receipt in enumerate(receipts):
                 wrong = [name for name, value in self.fingerprints.items() if receipt.tensors[name] != value]
                 if wrong:
@@ -173,12 +190,12 @@ class PolicyUpdateOverRanks(PolicyUpdate):
     def invalidate(self) -> None:
         """Gives all ranks their new version, so that no older KV can be hit."""
         with _Step(self, "invalidate"):
-            self._ask_all("invalidate", type(None))
+            self._ask_step("invalidate", type(None))
 
     def resume(self) -> None:
         """Lets all ranks serve again."""
         with _Step(self, "resume"):
-            self._ask_all("resume", type(None))
+            self._ask_step("resume", type(None))
         self.outcome = Outcome.SUCCEEDED
         self._receipt = self.verified_receipt.timed(self.phase_seconds)
         self._bucket.empty()
@@ -201,9 +218,9 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         what = f"policy update to {self.version}"
         reason = f"the policy update to version {self.version} failed when {at.value}: {type(error).__name__}: {error}"
         try:
-            outcomes = set(self._engines.ask_all(lambda number: GiveUp(number, reason), Outcome))
+            outcomes = set(self._insist(lambda number: GiveUp(number, reason), Outcome))
             if not outcomes <= {Outcome.UNCHANGED, Outcome.ROLLED_BACK}:
-                self._engines.mark_unusable(reason)
+                self._insist(lambda number: Call(number, "mark_unusable", [reason]), type(None))
                 error.add_note(f"{what} failed half-way; no rank generates until an update succeeds on all of them")
                 return Outcome.UNUSABLE
         except (WorkerDiedError, EngineClosedError) as failure:
@@ -218,8 +235,38 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         error.add_note(f"{what} given up; nothing was written on any rank, what they held before stays")
         return Outcome.UNCHANGED
 
-    def _ask_all(self, step: _RemoteStep, kind: type[T]) -> list[T]:
-        return self._engines.ask_all(lambda number: UpdateStep(number, step), kind)
+    def _ask_step(self, step: _RemoteStep, kind: type[T]) -> list[T]:
+        return self._ask_all(step, lambda number: UpdateStep(number, step), kind)
+
+    def _ask_all(self, step: str, command: Callable[[int], Numbered], kind: type[T]) -> list[T]:
+        """Asks every rank, for as long as the update may last. Raises `PolicyUpdateTimeoutError` naming those that have
+        not answered by then: what they answer later is dropped."""
+        left = None
+        if self._timeout is not None:
+            least = _GIVE_UP_SECONDS if step == "resume" else 1e-3  # the new version is in force by then
+            left = max(least, self._started + self._timeout - time.perf_counter())
+        try:
+            return self._engines.ask_all(command, kind, left)
+        except NoAnswerError as error:
+            missing = f"no answer from rank {', '.join(map(str, error.ranks))}"
+            raise PolicyUpdateTimeoutError(self._passed(step, missing)) from error
+        except LockTimeoutError as error:
+            raise PolicyUpdateTimeoutError(self._passed(step, str(error))) from error
+
+    def _passed(self, step: str, why: str) -> str:
+        return f"the policy update passed its limit of {self._timeout} s at {step}: {why}"
+
+    def _insist(self, command: Callable[[int], Numbered], kind: type[T]) -> list[T]:
+        """Asks every rank. If the update has a limit, one that does not answer here either is killed: nobody could say
+        which policy it holds. Raises `WorkerDiedError` then."""
+        limit = None if self._timeout is None else max(self._timeout, self._give_up_seconds)
+        while True:
+            try:
+                return self._engines.ask_all(command, kind, limit)
+            except (NoAnswerError, LockTimeoutError) as error:
+                ranks = error.ranks if isinstance(error, NoAnswerError) else ()
+                why = f"it did not answer when a policy update had to be given up, for {limit} s"
+                self._engines.kill_silent(ranks, why)
 
 
 def _room(tensor: torch.Tensor) -> int:

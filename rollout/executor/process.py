@@ -40,6 +40,7 @@ class WorkerProcess:
         assert self._process.stderr is not None
         self._reader = threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True)
         self._reader.start()
+        self._why = ""  # it was killed by us
 
     @property
     def pid(self) -> int:
@@ -56,15 +57,23 @@ class WorkerProcess:
         """How the process ended, and its last lines of standard error; waits for its end."""
         code = self._process.wait()
         self._reader.join(timeout=1)  # a child of its own may keep the pipe open
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {_signal_name(-code)}{self._why}" if code < 0 else f"exited with code {code}"
         lines = list(self._last_lines)
-        said = "\n  ".join(["; the last lines of its standard error:", *lines]) if lines else ", and wrote no error"
-        return f"the worker process of rank {self.rank} (pid {self.pid}) {how}{said}"
+        said = "\n  ".join(["; the last lines of its standard error:", *lines]) if lines else "; it wrote no error"
+        return (
+            f"the worker process of rank {self.rank} (pid {self.pid}) {how}; no policy can be served any more: close() "
+            f"this LLM and make a new one{said}"
+        )
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; minus the signal's number where one killed it."""
         return self._process.poll()
+
+    def kill(self, why: str) -> None:
+        """Kills the process, also one that is stopped, and returns at once. `describe_end` says why."""
+        self._why = f" ({why})"
+        self._process.kill()
 
     def end(self, grace_seconds: float) -> None:
         """Waits so long for the process to end by itself, then kills it. Gives back what the parent holds of it."""

@@ -220,6 +220,10 @@ class PolicyUpdate:
                 self._engine.cancel()
                 raise
 
+    def count_from(self, seconds: float) -> None:
+        """Counts seconds that had passed elsewhere before `pause` towards the limit."""
+        self._started -= seconds
+
     def wake(self) -> None:
         """Makes the weights' memory writable and learns the engine's tensors."""
         with _Step(self, "wake"):
