@@ -60,8 +60,8 @@ def diagnose(
         gap=gap,
         causes=causes,
         sentence=sentence(causes, parts, gap, found, splitter),
-        num_samples=len(cases),
-        num_tokens=sum(case.num_tokens for case in cases),
+        num_samples=len(splitter.cases),
+        num_tokens=sum(case.num_tokens for case in splitter.cases),
         evidence=_evidence(found, splitter),
     )
 
@@ -78,7 +78,7 @@ def _causes(parts: dict[Cause, Part], found: Findings, tolerance: float) -> tupl
     named = [cause for cause, part in parts.items() if part.max_abs > tolerance and part.share >= _WORTH_NAMING]
     if found.weights_are_wrong and not {Cause.WRONG_WEIGHTS, Cause.POLICY_LAG} & set(named):
         named.append(Cause.WRONG_WEIGHTS)
-    return tuple(named)
+    return (Cause.NOT_FINITE, *named) if found.not_finite is not None else tuple(named)
 
 
 def _evidence(found: Findings, splitter: Splitter) -> dict[str, object]:

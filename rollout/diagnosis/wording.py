@@ -19,12 +19,32 @@ def sentence(
             "token that was compared"
         )
     main, *others = causes
-    text = f"{_SENTENCES[main](found, splitter)} ({parts[main].mean_abs:.3g} nats per token, {parts[main].share:.0%})"
+    text = _SENTENCES[main](found, splitter)
+    if main in parts:
+        text += f" ({parts[main].mean_abs:.3g} nats per token, {parts[main].share:.0%})"
     if others:
         text += "; also " + ", and ".join(
-            f"{cause.value} ({parts[cause].mean_abs:.3g}): {_SENTENCES[cause](found, splitter)}" for cause in others
+            f"{cause.value}{_size(cause, parts)}: {_SENTENCES[cause](found, splitter)}" for cause in others
         )
     return text
+
+
+def _size(cause: Cause, parts: Mapping[Cause, Part]) -> str:
+    return f" ({parts[cause].mean_abs:.3g})" if cause in parts else ""
+
+
+def _not_finite(found: Findings, splitter: Splitter) -> str:
+    first = found.not_finite
+    assert first is not None
+    text = (
+        f"{first.whose} are not finite: {first.value} at completion token {first.token} of sample {first.sample}, and "
+        f"in {first.num_tokens} of {first.num_compared} tokens in all"
+    )
+    tensors = found.evidence.get("tensors_not_finite")
+    if tensors:
+        text += f"; the trainer's weights are not finite either ({_some(tensors)})"
+    compared = sum(case.num_tokens for case in splitter.cases)
+    return text + (f". Only the {compared} tokens before such values were compared" if compared else "")
 
 
 def _wrong_weights(found: Findings, splitter: Splitter) -> str:
@@ -149,6 +169,7 @@ _SENTENCES: dict[Cause, Callable[[Findings, Splitter], str]] = {
     Cause.POLICY_LAG: _policy_lag,
     Cause.IMPLEMENTATION: _implementation,
     Cause.UNEXPLAINED: _unexplained,
+    Cause.NOT_FINITE: _not_finite,
 }
 
 
