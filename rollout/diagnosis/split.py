@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _FLOAT32_ROUNDING = 1e-3  # nats: what two float32 implementations of one model may differ by, at most
 _LIKE_ROUNDING = 2.0  # times the rounding's mean: what is smaller cannot be told from it
+_NOISE = 0.5  # of the whole difference: a trainer that differs from itself by as much is another one at each call
 _GUESS = 4.0  # times bfloat16's rounding: what is smaller is taken for it where the trainer's weights are not known
 
 
@@ -325,7 +326,10 @@ class Splitter:
             in_float32 = self.scorer.with_weights(self._engine_weights(), torch.float32)
             if in_float32 is not None:
                 exact_trainer = self._alone(in_float32)
+            if self._noise(in_float32 or self.scorer, exact_trainer) > 0:
+                exact_trainer = trainer  # another draw in float32 tells nothing of its rounding
         else:
+            self._noise(self.scorer, trainer)
             # A callable computes as it does: how far it is from exact is its rounding, if that is of bfloat16's size.
             allowed = _GUESS * self._bfloat16_rounding()
             exact_trainer = exact_engine if float(np.abs(trainer - exact_engine).mean()) <= allowed else trainer
@@ -340,6 +344,16 @@ class Splitter:
         self.found.add(Cause.PRECISION, rounding + left if same_code else rounding)
         self.found.add(Cause.IMPLEMENTATION, np.zeros(len(left)) if same_code else left)
 
+    def _noise(self, scorer: CallableScorer | ModuleScorer, once: np.ndarray) -> float:
+        """By how many nats a token the scorer differs from itself in a second call: 0 where no token does by more than
+        float32 rounding."""
+        difference = np.abs(self._alone(scorer) - once)
+        if difference.max() <= _FLOAT32_ROUNDING:
+            return 0.0
+        noise = float(difference.mean())
+        self.found.evidence["changes_from_call_to_call"] = noise
+        return noise
+
     def _guess(self, engine: np.ndarray, trainer: np.ndarray, otherwise: Cause) -> None:
         """The trainer's weights are not known: what bfloat16's rounding can make is taken for it, more is not."""
         difference = trainer - engine
@@ -348,8 +362,12 @@ class Splitter:
             return
         rounding = self._bfloat16_rounding()
         self.found.evidence["rounding"] = {"bfloat16": rounding, "trainer": float(np.abs(difference).mean())}
-        is_rounding = float(np.abs(difference).mean()) <= _GUESS * rounding
-        self.found.add(Cause.PRECISION if is_rounding else otherwise, difference)
+        size = float(np.abs(difference).mean())
+        noise = self._noise(self.scorer, trainer)
+        if size <= _GUESS * rounding:
+            self.found.add(Cause.PRECISION, difference)
+        else:
+            self.found.add(Cause.IMPLEMENTATION if noise >= _NOISE * size else otherwise, difference)
 
     def _rest(self, alone: np.ndarray, passes: Passes) -> None:
         """From the trainer, each sequence alone, to the numbers that it used."""
@@ -383,11 +401,14 @@ class Splitter:
 
     def _fold_rounding(self) -> None:
         """What is no larger than twice the rounding cannot be told from it: kernels round by the batch's shape too."""
-        limit = _LIKE_ROUNDING * self.found.size(Cause.PRECISION)
+        noise = self.found.evidence.get("changes_from_call_to_call", 0.0)
+        into, size = Cause.PRECISION, self.found.size(Cause.PRECISION)
+        if noise > 0 and self.found.size(Cause.IMPLEMENTATION) > size:  # nor from what changes at each call
+            into, size = Cause.IMPLEMENTATION, noise
         for cause in (Cause.BATCH_VARIANCE, Cause.UNEXPLAINED):
-            if 0 < self.found.size(cause) <= limit:
-                self.found.evidence[f"{cause.value} counted as precision"] = self.found.size(cause)
-                self.found.add(Cause.PRECISION, self.found.parts.pop(cause))
+            if 0 < self.found.size(cause) <= _LIKE_ROUNDING * size:
+                self.found.evidence[f"{cause.value} counted as {into.value}"] = self.found.size(cause)
+                self.found.add(into, self.found.parts.pop(cause))
 
 
 def _used(case: Case) -> np.ndarray:

@@ -26,6 +26,12 @@ def sentence(
         text += "; also " + ", and ".join(
             f"{cause.value}{_size(cause, parts)}: {_SENTENCES[cause](found, splitter)}" for cause in others
         )
+    if "changes_from_call_to_call" in found.evidence:
+        noise = found.evidence["changes_from_call_to_call"]
+        text += (
+            f". The trainer's own logprobs change from call to call, by {noise:.3g} nats per token: dropout? Call "
+            "eval() for logprobs"
+        )
     return text
 
 
@@ -111,9 +117,10 @@ def _precision(found: Findings, splitter: Splitter) -> str:
             f"{rounding['left_in_float32']:.2g} left in float32"
         )
     quantized = " (the engine computes with int8 copies)" if splitter.llm.config.quantization else ""
-    return (
-        f"the weights are the same and the logprobs differ by rounding{sizes}{quantized}. Correct for it, or ignore it"
-    )
+    text = f"the weights are the same and the logprobs differ by rounding{sizes}{quantized}"
+    if found.size(Cause.IMPLEMENTATION) > 0.05 * found.size(Cause.PRECISION):
+        return text + ". What is left in float32 is no rounding"
+    return text + ". Correct for it, or ignore it"
 
 
 def _retokenisation(found: Findings, splitter: Splitter) -> str:
@@ -146,9 +153,12 @@ def _policy_lag(found: Findings, splitter: Splitter) -> str:
 
 
 def _implementation(found: Findings, splitter: Splitter) -> str:
+    if found.tensors_differ is None:
+        return "the trainer computes something else at each call, so its weights cannot be told from these numbers"
+    same = "with the same weights" if found.tensors_differ else "the weights are the same, but"
     return (
-        "the weights are the same, but the trainer computes something else with them, also in float32: look at its "
-        "attention, rotary embedding, dropout and mode (train or eval)"
+        f"{same} the trainer computes something else, also in float32: look at its attention, rotary embedding, dropout"
+        " and mode (train or eval)"
     )
 
 
