@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class Cause(enum.StrEnum):
     POLICY_LAG = "policy lag"
     IMPLEMENTATION = "another implementation"
     UNEXPLAINED = "unexplained"
+    NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,10 @@ class Diagnosis:
     """The gap, trainer less sampler, over `num_tokens` tokens, as parts that add up to it token by token.
 
     `verdict` is the cause with the largest part, `causes` every cause that is worth naming, the largest first; both say
-    "none" where no token differs by more than the tolerance. `sentence` says it in words, `evidence` has the facts.
+    "none" where no token differs by more than the tolerance. Two exceptions: "not finite", which has no part, comes
+    first, and "another implementation" comes before "precision" from half its size on. `sentence` says it in words,
+    `evidence` has the facts. Parts and gap are of the tokens before a sample's first value that is not finite; without
+    any such token there are no parts, and the gap is NaN.
     """
 
     parts: dict[Cause, Part]
@@ -72,7 +77,9 @@ def _row(name: str, part: Part) -> str:
 
 
 def summarize(differences: Mapping[Cause, np.ndarray]) -> tuple[dict[Cause, Part], Part]:
-    """The parts, the largest first, and the gap that they add up to. Arrays are float64 [tokens]."""
+    """The parts, the largest first, and the gap that they add up to: NaN without parts. Arrays are float64 [tokens]."""
+    if not differences:
+        return {}, Part(math.nan, math.nan, math.nan, 1.0)
     sizes = {cause: float(np.abs(values).mean()) for cause, values in differences.items()}
     whole = sum(sizes.values()) or 1.0
     parts = {

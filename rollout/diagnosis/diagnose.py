@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Trainer = LogprobFunction | torch.nn.Module
 
 _WORTH_NAMING = 0.05  # share of the gap
+_NOT_ROUNDING = 0.5  # of precision's part: what is left in float32 and is as much comes first, since it is a fault
 
 
 def diagnose(
@@ -60,8 +61,8 @@ def diagnose(
         gap=gap,
         causes=causes,
         sentence=sentence(causes, parts, gap, found, splitter),
-        num_samples=len(cases),
-        num_tokens=sum(case.num_tokens for case in cases),
+        num_samples=len(splitter.cases),
+        num_tokens=sum(case.num_tokens for case in splitter.cases),
         evidence=_evidence(found, splitter),
     )
 
@@ -76,9 +77,13 @@ def _tokenizer(llm: LLM) -> PreTrainedTokenizerBase | None:
 def _causes(parts: dict[Cause, Part], found: Findings, tolerance: float) -> tuple[Cause, ...]:
     """What is worth naming, the largest first. Weights that are known to be wrong are, however small their part."""
     named = [cause for cause, part in parts.items() if part.max_abs > tolerance and part.share >= _WORTH_NAMING]
+    pair = Cause.IMPLEMENTATION, Cause.PRECISION
+    if set(pair) <= set(named) and parts[pair[0]].mean_abs >= _NOT_ROUNDING * parts[pair[1]].mean_abs:
+        named.remove(Cause.IMPLEMENTATION)
+        named.insert(named.index(Cause.PRECISION), Cause.IMPLEMENTATION)
     if found.weights_are_wrong and not {Cause.WRONG_WEIGHTS, Cause.POLICY_LAG} & set(named):
         named.append(Cause.WRONG_WEIGHTS)
-    return tuple(named)
+    return (Cause.NOT_FINITE, *named) if found.not_finite is not None else tuple(named)
 
 
 def _evidence(found: Findings, splitter: Splitter) -> dict[str, object]:

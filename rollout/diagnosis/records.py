@@ -132,8 +132,11 @@ def make_cases(
     tokenizer: PreTrainedTokenizerBase | None,
     max_samples: int,
 ) -> list[Case]:
-    """At most `max_samples` cases: those with the largest gap where the trainer's numbers are known, else evenly
-    spaced. Raises `ValueError` for counts and lengths that do not belong together."""
+    """At most `max_samples` cases: those with the largest gap (one that is not finite is the largest) where the
+    trainer's numbers are known, else evenly spaced.
+
+    Raises `ValueError` for counts and lengths that do not belong together.
+    """
     for name, given in (("trainer_logprobs", trainer_logprobs), ("trainer_token_ids", trainer_token_ids)):
         if given is not None and len(given) != len(records):
             raise ValueError(f"{name} has {len(given)} entries for {len(records)} samples: give one for each")
@@ -163,7 +166,8 @@ def make_cases(
 def _used_gap(case: Case) -> float:
     assert case.trainer_logprobs is not None
     count = case.num_tokens
-    return float(np.abs(case.trainer_logprobs[:count] - case.record.sampled_logprobs[:count]).max())
+    gap = np.abs(case.trainer_logprobs[:count] - case.record.sampled_logprobs[:count])
+    return float(gap.max()) if np.isfinite(gap).all() else float("inf")
 
 
 def round_trip(tokenizer: PreTrainedTokenizerBase | None, token_ids: Sequence[int]) -> list[int] | None:

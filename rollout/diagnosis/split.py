@@ -41,7 +41,42 @@ if TYPE_CHECKING:
 
 _FLOAT32_ROUNDING = 1e-3  # nats: what two float32 implementations of one model may differ by, at most
 _LIKE_ROUNDING = 2.0  # times the rounding's mean: what is smaller cannot be told from it
+_NOISE = 0.5  # of the whole difference: a trainer that differs from itself by as much is another one at each call
 _GUESS = 4.0  # times bfloat16's rounding: what is smaller is taken for it where the trainer's weights are not known
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """Logprobs that are NaN or infinite: whose, where the first of them is, and how many tokens have one."""
+
+    whose: str
+    sample: int  # position among the samples that were given
+    token: int  # position in the completion
+    value: float
+    num_tokens: int
+    num_compared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What sampler, engine and trainer say of each case: float64 arrays of tokens 1.. of its sequence."""
+
+    alone: list[np.ndarray]  # the trainer, each sequence in a call of its own
+    together: Scores  # the trainer, all in one batch
+    own_tokens: Scores  # the trainer, its own token ids, all in one batch
+    engine: list[np.ndarray] | None  # the engine now; None where it refuses its weights
+
+    def of(self, kept: Sequence[int]) -> Passes:
+        """Those of some of the cases."""
+        engine = None if self.engine is None else [self.engine[index] for index in kept]
+        return Passes(
+            [self.alone[index] for index in kept], _of(self.together, kept), _of(self.own_tokens, kept), engine
+        )
+
+
+def _of(scores: Scores, kept: Sequence[int]) -> Scores:
+    tempered = None if scores.tempered is None else [scores.tempered[index] for index in kept]
+    return Scores([scores.raw[index] for index in kept], tempered)
 
 
 @dataclass(slots=True)
@@ -53,6 +88,7 @@ class Findings:
     quantity: Quantity = Quantity.SAMPLED
     tensors_differ: list[str] | None = None  # the trainer's from the engine's; None: could not be compared
     engine_changed: list[str] = field(default_factory=list)  # the engine's from its receipt
+    not_finite: NotFinite | None = None
 
     def add(self, cause: Cause, values: np.ndarray) -> None:
         self.parts[cause] = self.parts.get(cause, np.zeros(len(values))) + values
@@ -98,36 +134,87 @@ class Splitter:
         workers: list[WeightsNow] = self.llm.collective_rpc(engine_side.weights_now, args=(receipt,))
         self.found.engine_changed = sorted({name for worker in workers for name in worker.changed})
         self._compare_weights(workers[0])
+        passes = self._cut_at_not_finite(self._passes())
+        if not self.cases:
+            return self.found
         sampled = self._flat([case.record.raw_logprobs for case in self.cases], whole=False)
-        alone = self._alone(self.scorer)
-        engine = self._engine_now()
-        if engine is None:  # it refuses to compute with weights that are not those of its receipt
+        alone = self._flat(passes.alone)
+        if passes.engine is None:  # it refuses to compute with weights that are not those of its receipt
             self.found.add(Cause.WRONG_WEIGHTS, alone - sampled)
         else:
+            engine = self._flat(passes.engine)
             self._sampling_to_now(sampled, engine)
             self._engine_to_trainer(engine, alone, workers[0])
-        self._rest(alone)
+        self._rest(alone, passes)
         self._fold_rounding()
         return self.found
 
+    def _passes(self) -> Passes:
+        together = own_tokens = self.scorer.score(self.sequences, self.temperatures)
+        if any(case.is_retokenised for case in self.cases):
+            own_tokens = self.scorer.score([case.trainer_sequence for case in self.cases], self.temperatures)
+        return Passes(self._one_by_one(self.scorer), together, own_tokens, self._engine_now())
+
+    def _cut_at_not_finite(self, passes: Passes) -> Passes:
+        """Compares each case only up to its first logprob that is NaN or infinite, and no case that begins with one."""
+        sources: dict[str, list[np.ndarray]] = {
+            "the sampler's raw_logprobs": self._each([case.record.raw_logprobs for case in self.cases], whole=False),
+            "the sampler's sampled_logprobs": self._each(
+                [case.record.sampled_logprobs for case in self.cases], whole=False
+            ),
+            "the logprobs that the engine computes now": [] if passes.engine is None else self._each(passes.engine),
+            "the trainer's logprobs": self._each(passes.alone),
+            "the trainer's logprobs of all samples in one batch": self._each(passes.together.raw),
+            "the trainer's logprobs of its own token ids": self._each(passes.own_tokens.raw),
+            "the trainer's numbers (trainer_logprobs)": [
+                _used(case) for case in self.cases if case.trainer_logprobs is not None
+            ],
+        }
+        sources = {whose: arrays for whose, arrays in sources.items() if arrays}
+        finite = [np.ones(case.num_tokens, bool) for case in self.cases]
+        first: tuple[str, int, int, float] | None = None
+        for whose, arrays in sources.items():
+            for index, array in enumerate(arrays):
+                bad = np.flatnonzero(~np.isfinite(array))
+                finite[index][bad] = False
+                if len(bad) and first is None:
+                    first = whose, self.cases[index].index, int(bad[0]), float(array[bad[0]])
+        if first is None:
+            return passes
+        count = sum(int((~each).sum()) for each in finite)
+        self.found.not_finite = NotFinite(*first, count, sum(map(len, finite)))
+        for case, each in zip(self.cases, finite, strict=True):
+            case.num_tokens = len(each) if each.all() else int(np.argmin(each))
+        kept = [index for index, case in enumerate(self.cases) if case.num_tokens]
+        self.cases = [self.cases[index] for index in kept]
+        self.sequences = [self.sequences[index] for index in kept]
+        self.temperatures = [self.temperatures[index] for index in kept]
+        return passes.of(kept)
+
     def _flat(self, arrays: Sequence[np.ndarray], whole: bool = True) -> np.ndarray:
         """The compared tokens of all cases, float64. `whole`: arrays are of tokens 1.. of the sequences."""
+        return np.concatenate(self._each(arrays, whole))
+
+    def _each(self, arrays: Sequence[np.ndarray], whole: bool = True) -> list[np.ndarray]:
         parts = []
         for case, array in zip(self.cases, arrays, strict=True):
             first = len(case.record.prompt_token_ids) - 1 if whole else 0
             parts.append(np.asarray(array, np.float64)[first : first + case.num_tokens])
-        return np.concatenate(parts)
+        return parts
 
-    def _alone(self, scorer: CallableScorer | ModuleScorer) -> np.ndarray:
+    def _one_by_one(self, scorer: CallableScorer | ModuleScorer) -> list[np.ndarray]:
         """Each sequence in a call of its own."""
         pairs = zip(self.sequences, self.temperatures, strict=True)
-        return self._flat([scorer.score([sequence], [temperature]).raw[0] for sequence, temperature in pairs])
+        return [scorer.score([sequence], [temperature]).raw[0] for sequence, temperature in pairs]
 
-    def _engine_now(self) -> np.ndarray | None:
+    def _alone(self, scorer: CallableScorer | ModuleScorer) -> np.ndarray:
+        return self._flat(self._one_by_one(scorer))
+
+    def _engine_now(self) -> list[np.ndarray] | None:
         """A fresh forward pass of the engine on no cached block; None where it refuses its weights."""
         items = [{"prompt_token_ids": sequence, "cache_salt": self.salt} for sequence in self.sequences]
         try:
-            return self._flat([output.logprobs for output in self.llm.score(items, use_tqdm=False)])
+            return [output.logprobs for output in self.llm.score(items, use_tqdm=False)]
         except StaleWeightsError as error:
             self.found.evidence["engine_refuses"] = str(error)
             return None
@@ -140,7 +227,7 @@ class Splitter:
             return
         pairs = cast("Iterable[tuple[str, torch.Tensor]]", named.items() if isinstance(named, Mapping) else named)
         known = {engine.dtype: engine.fingerprints}
-        differ, compared, unknown = [], 0, []
+        differ, compared, unknown, not_finite = [], 0, [], []
         for own, tensor in pairs:  # lazily: gathered tensors may be valid only until the next
             for name in canonical_names([own]).values():
                 if name not in engine.fingerprints:
@@ -153,8 +240,12 @@ class Splitter:
                     known[coarser] = self.llm.collective_rpc(engine_side.fingerprints, args=(coarser,))[0]
                 if fingerprint_of(tensor.detach().to(coarser)) != known[coarser][name]:
                     differ.append(name)
+                if not torch.isfinite(tensor.detach()).all():
+                    not_finite.append(name)
         self.found.tensors_differ = sorted(differ)
         self.found.evidence |= {"tensors_compared": compared, "tensors_unknown_to_the_engine": unknown}
+        if not_finite:
+            self.found.evidence["tensors_not_finite"] = sorted(not_finite)
 
     def _sampling_to_now(self, sampled: np.ndarray, engine: np.ndarray) -> None:
         """From what the sampler returned to the engine's fresh pass: the weights moved on, or the KV was not theirs."""
@@ -235,7 +326,10 @@ class Splitter:
             in_float32 = self.scorer.with_weights(self._engine_weights(), torch.float32)
             if in_float32 is not None:
                 exact_trainer = self._alone(in_float32)
+            if self._noise(in_float32 or self.scorer, exact_trainer) > 0:
+                exact_trainer = trainer  # another draw in float32 tells nothing of its rounding
         else:
+            self._noise(self.scorer, trainer)
             # A callable computes as it does: how far it is from exact is its rounding, if that is of bfloat16's size.
             allowed = _GUESS * self._bfloat16_rounding()
             exact_trainer = exact_engine if float(np.abs(trainer - exact_engine).mean()) <= allowed else trainer
@@ -250,6 +344,16 @@ class Splitter:
         self.found.add(Cause.PRECISION, rounding + left if same_code else rounding)
         self.found.add(Cause.IMPLEMENTATION, np.zeros(len(left)) if same_code else left)
 
+    def _noise(self, scorer: CallableScorer | ModuleScorer, once: np.ndarray) -> float:
+        """By how many nats a token the scorer differs from itself in a second call: 0 where no token does by more than
+        float32 rounding."""
+        difference = np.abs(self._alone(scorer) - once)
+        if difference.max() <= _FLOAT32_ROUNDING:
+            return 0.0
+        noise = float(difference.mean())
+        self.found.evidence["changes_from_call_to_call"] = noise
+        return noise
+
     def _guess(self, engine: np.ndarray, trainer: np.ndarray, otherwise: Cause) -> None:
         """The trainer's weights are not known: what bfloat16's rounding can make is taken for it, more is not."""
         difference = trainer - engine
@@ -258,19 +362,21 @@ class Splitter:
             return
         rounding = self._bfloat16_rounding()
         self.found.evidence["rounding"] = {"bfloat16": rounding, "trainer": float(np.abs(difference).mean())}
-        is_rounding = float(np.abs(difference).mean()) <= _GUESS * rounding
-        self.found.add(Cause.PRECISION if is_rounding else otherwise, difference)
+        size = float(np.abs(difference).mean())
+        noise = self._noise(self.scorer, trainer)
+        if size <= _GUESS * rounding:
+            self.found.add(Cause.PRECISION, difference)
+        else:
+            self.found.add(Cause.IMPLEMENTATION if noise >= _NOISE * size else otherwise, difference)
 
-    def _rest(self, alone: np.ndarray) -> None:
+    def _rest(self, alone: np.ndarray, passes: Passes) -> None:
         """From the trainer, each sequence alone, to the numbers that it used."""
-        together = self.scorer.score(self.sequences, self.temperatures)
-        self.found.add(Cause.BATCH_VARIANCE, self._flat(together.raw) - alone)
-        views = together
+        together = self._flat(passes.together.raw)
+        self.found.add(Cause.BATCH_VARIANCE, together - alone)
         if any(case.is_retokenised for case in self.cases):
-            views = self.scorer.score([case.trainer_sequence for case in self.cases], self.temperatures)
-            self.found.add(Cause.RETOKENISATION, self._flat(views.raw) - self._flat(together.raw))
+            self.found.add(Cause.RETOKENISATION, self._flat(passes.own_tokens.raw) - together)
         if all(case.trainer_logprobs is not None for case in self.cases):
-            self._used_numbers(self._views(views))
+            self._used_numbers(self._views(passes.own_tokens))
 
     def _views(self, scores: Scores) -> list[TrainerView]:
         views = []
@@ -295,11 +401,14 @@ class Splitter:
 
     def _fold_rounding(self) -> None:
         """What is no larger than twice the rounding cannot be told from it: kernels round by the batch's shape too."""
-        limit = _LIKE_ROUNDING * self.found.size(Cause.PRECISION)
+        noise = self.found.evidence.get("changes_from_call_to_call", 0.0)
+        into, size = Cause.PRECISION, self.found.size(Cause.PRECISION)
+        if noise > 0 and self.found.size(Cause.IMPLEMENTATION) > size:  # nor from what changes at each call
+            into, size = Cause.IMPLEMENTATION, noise
         for cause in (Cause.BATCH_VARIANCE, Cause.UNEXPLAINED):
-            if 0 < self.found.size(cause) <= limit:
-                self.found.evidence[f"{cause.value} counted as precision"] = self.found.size(cause)
-                self.found.add(Cause.PRECISION, self.found.parts.pop(cause))
+            if 0 < self.found.size(cause) <= _LIKE_ROUNDING * size:
+                self.found.evidence[f"{cause.value} counted as {into.value}"] = self.found.size(cause)
+                self.found.add(into, self.found.parts.pop(cause))
 
 
 def _used(case: Case) -> np.ndarray:

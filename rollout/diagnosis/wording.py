@@ -19,12 +19,38 @@ def sentence(
             "token that was compared"
         )
     main, *others = causes
-    text = f"{_SENTENCES[main](found, splitter)} ({parts[main].mean_abs:.3g} nats per token, {parts[main].share:.0%})"
+    text = _SENTENCES[main](found, splitter)
+    if main in parts:
+        text += f" ({parts[main].mean_abs:.3g} nats per token, {parts[main].share:.0%})"
     if others:
         text += "; also " + ", and ".join(
-            f"{cause.value} ({parts[cause].mean_abs:.3g}): {_SENTENCES[cause](found, splitter)}" for cause in others
+            f"{cause.value}{_size(cause, parts)}: {_SENTENCES[cause](found, splitter)}" for cause in others
+        )
+    if "changes_from_call_to_call" in found.evidence:
+        noise = found.evidence["changes_from_call_to_call"]
+        text += (
+            f". The trainer's own logprobs change from call to call, by {noise:.3g} nats per token: dropout? Call "
+            "eval() for logprobs"
         )
     return text
+
+
+def _size(cause: Cause, parts: Mapping[Cause, Part]) -> str:
+    return f" ({parts[cause].mean_abs:.3g})" if cause in parts else ""
+
+
+def _not_finite(found: Findings, splitter: Splitter) -> str:
+    first = found.not_finite
+    assert first is not None
+    text = (
+        f"{first.whose} are not finite: {first.value} at completion token {first.token} of sample {first.sample}, and "
+        f"in {first.num_tokens} of {first.num_compared} tokens in all"
+    )
+    tensors = found.evidence.get("tensors_not_finite")
+    if tensors:
+        text += f"; the trainer's weights are not finite either ({_some(tensors)})"
+    compared = sum(case.num_tokens for case in splitter.cases)
+    return text + (f". Only the {compared} tokens before such values were compared" if compared else "")
 
 
 def _wrong_weights(found: Findings, splitter: Splitter) -> str:
@@ -91,9 +117,10 @@ def _precision(found: Findings, splitter: Splitter) -> str:
             f"{rounding['left_in_float32']:.2g} left in float32"
         )
     quantized = " (the engine computes with int8 copies)" if splitter.llm.config.quantization else ""
-    return (
-        f"the weights are the same and the logprobs differ by rounding{sizes}{quantized}. Correct for it, or ignore it"
-    )
+    text = f"the weights are the same and the logprobs differ by rounding{sizes}{quantized}"
+    if found.size(Cause.IMPLEMENTATION) > 0.05 * found.size(Cause.PRECISION):
+        return text + ". What is left in float32 is no rounding"
+    return text + ". Correct for it, or ignore it"
 
 
 def _retokenisation(found: Findings, splitter: Splitter) -> str:
@@ -126,9 +153,12 @@ def _policy_lag(found: Findings, splitter: Splitter) -> str:
 
 
 def _implementation(found: Findings, splitter: Splitter) -> str:
+    if found.tensors_differ is None:
+        return "the trainer computes something else at each call, so its weights cannot be told from these numbers"
+    same = "with the same weights" if found.tensors_differ else "the weights are the same, but"
     return (
-        "the weights are the same, but the trainer computes something else with them, also in float32: look at its "
-        "attention, rotary embedding, dropout and mode (train or eval)"
+        f"{same} the trainer computes something else, also in float32: look at its attention, rotary embedding, dropout"
+        " and mode (train or eval)"
     )
 
 
@@ -149,6 +179,7 @@ _SENTENCES: dict[Cause, Callable[[Findings, Splitter], str]] = {
     Cause.POLICY_LAG: _policy_lag,
     Cause.IMPLEMENTATION: _implementation,
     Cause.UNEXPLAINED: _unexplained,
+    Cause.NOT_FINITE: _not_finite,
 }
 
 

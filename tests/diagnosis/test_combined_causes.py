@@ -110,3 +110,44 @@ def test_healthy_pairs_are_none_or_precision(engine: torch.dtype, seed: int, tmp
     shared = llm.diagnose(outputs, llm.shared_model(), sampling_params=params)
     assert shared.verdict is Cause.NONE
     assert shared.gap.max_abs == 0.0
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_a_trainer_in_train_mode_is_another_implementation(
+    llm: LLM, policies: Policies, dtype: torch.dtype, dropout: float
+) -> None:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    trainer = load_reference(policies.folders[0], dtype).train()
+    for module in trainer.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout  # pyright: ignore[reportArgumentType]
+    torch.manual_seed(0)
+    diagnosis = llm.diagnose(outputs, trainer)
+    assert diagnosis.causes == (Cause.IMPLEMENTATION,), str(diagnosis)
+    assert "change from call to call" in diagnosis.sentence and "ignore it" not in diagnosis.sentence
+    torch.manual_seed(0)
+    for given in ({}, {"parameters": trainer.named_parameters()}):
+        as_function = llm.diagnose(outputs, logprobs_of(trainer), **given)
+        assert "change from call to call" in as_function.sentence
+        assert as_function.verdict in (Cause.IMPLEMENTATION, Cause.PRECISION)
+        assert as_function.verdict is Cause.IMPLEMENTATION or dropout < 0.1  # a little is like rounding for a function
+    trainer.eval()
+    healthy = llm.diagnose(outputs, trainer)
+    assert healthy.causes == (() if dtype is torch.float32 else (Cause.PRECISION,))
+    assert "call to call" not in healthy.sentence
+
+
+def test_attention_scaled_otherwise_in_bfloat16_is_no_rounding_to_ignore(llm: LLM, policies: Policies) -> None:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    trainer = load_reference(policies.folders[0], torch.bfloat16)
+    for layer in trainer.model.layers:
+        layer.self_attn.scaling *= 1.1
+    diagnosis = llm.diagnose(outputs, trainer)
+    left, rounding = (diagnosis.parts[cause].mean_abs for cause in (Cause.IMPLEMENTATION, Cause.PRECISION))
+    assert left == pytest.approx(diagnosis.evidence["rounding"]["left_in_float32"])
+    assert left > 0.5 * rounding
+    assert diagnosis.causes == (Cause.IMPLEMENTATION, Cause.PRECISION)
+    assert "ignore it" not in diagnosis.sentence
+    healthy = llm.diagnose(outputs, load_reference(policies.folders[0], torch.bfloat16))
+    assert healthy.causes == (Cause.PRECISION,) and "ignore it" in healthy.sentence
