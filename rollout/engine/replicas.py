@@ -431,7 +431,7 @@ class EngineReplicas:
 
     def _stop(self, reason: str, mode: InFlightMode, timeout: float | None) -> None:
         """Lets nobody else in. Where requests are to be waited for they run to their end first."""
-        with self.lock.within(timeout):
+        with self.lock.within(None if timeout is None else max(timeout, 2 * _TURN_SECONDS)):
             self._group.check_alive()
             if self._stopping is not None:
                 raise PolicyUpdateError(
@@ -456,7 +456,7 @@ class EngineReplicas:
         drained = False
         try:
             while not drained:
-                with self.lock.within(None if deadline is None else max(0.0, deadline - time.perf_counter())):
+                with self.lock.within(None if timeout is None else 2 * _TURN_SECONDS):
                     if deadline is not None and time.perf_counter() > deadline and self._requests:
                         raise TimeoutError(
                             f"{len(self._requests)} requests in flight had not ended after {timeout} s, and go on"

@@ -14,6 +14,7 @@ import select
 import socket
 import stat
 import struct
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -168,6 +169,12 @@ class Channel:
         if isinstance(error, TimeoutError):
             return TransportError(f"{self.peer} was silent for {self._timeout} s")
         return TransportError(f"{self.peer} went away in the middle of a policy ({type(error).__name__})")
+
+
+def why_closed_early() -> str:
+    """What a receiver that is closed before the end tells its sender: with the error that is being handled, if any."""
+    error = sys.exception()
+    return "the engine's policy update failed" + ("" if error is None else f": {type(error).__name__}: {error}")
 
 
 class Rendezvous:

@@ -28,7 +28,15 @@ import torch
 
 from rollout.errors import TransportError
 from rollout.weights.buckets import Bucket, Entry, Tally, check_above_zero, only_consumed, send_policy, unpack
-from rollout.weights.channel import Channel, Rendezvous, connect_locally, greet, listen_locally, private_folder
+from rollout.weights.channel import (
+    Channel,
+    Rendezvous,
+    connect_locally,
+    greet,
+    listen_locally,
+    private_folder,
+    why_closed_early,
+)
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
 
 _NUM_BUCKETS = 2
@@ -201,7 +209,7 @@ class SharedMemoryReceiver(Transport):
         if self._channel is not None and self._ended:
             self._channel.close()
         elif self._channel is not None:
-            self._channel.give_up("the engine's policy update failed")
+            self._channel.give_up(why_closed_early())
         self._channel = None
 
 

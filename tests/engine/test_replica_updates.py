@@ -185,11 +185,11 @@ def test_many_buckets_bring_the_same_policy(
     buckets: list[int] = []
     ask_all = engines.replicas.ask_all
 
-    def noting(command: Callable[[int], Any], kind: type) -> list[Any]:
+    def noting(command: Callable[[int], Any], kind: type, timeout: float | None) -> list[Any]:
         message = command(-1)
         if isinstance(message, LoadBucket):
             buckets.append(len(message.tensors))
-        return ask_all(command, kind)
+        return ask_all(command, kind, timeout)
 
     monkeypatch.setattr(engines.replicas, "ask_all", noting)
     weights = engines.policies.weights(2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout import LLM, RequestOutput, SamplingParams
-from rollout.engine.lock import FairLock
+from rollout.engine.lock import FairLock, LockTimeoutError
 from rollout.errors import EngineAsleepError
 from tests.support.tiny import make_tiny_llama
 
@@ -134,12 +134,22 @@ def test_a_thread_that_is_interrupted_while_it_waits_does_not_block_the_others()
     with lock:
         wait_for_turn = lock._turn.wait
 
-        def interrupted() -> bool:
+        def interrupted(timeout: float | None = None) -> bool:
             raise KeyboardInterrupt
 
         lock._turn.wait = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt), lock:
             raise AssertionError("the lock is taken")
         lock._turn.wait = wait_for_turn  # type: ignore[method-assign]
+    with lock:
+        pass
+
+
+def test_a_thread_that_waits_no_longer_for_its_turn_does_not_block_the_others() -> None:
+    lock = FairLock()
+    with lock, pytest.raises(LockTimeoutError, match="another thread's call"), lock.within(0.01):
+        raise AssertionError("the lock is taken")
+    with lock.within(0.01):
+        pass
     with lock:
         pass

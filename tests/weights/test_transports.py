@@ -415,3 +415,18 @@ def test_wrapped_names_arrive_under_their_own(ends: Ends):  # case WS-08
         named = [(f"module._orig_mod.{key}", tensor) for key, tensor in policy.items()]
         transfer(engine, ends, named)
         assert_holds(engine, policy)
+
+
+@pytest.mark.parametrize("name", CONNECTED, indirect=True)
+def test_a_sender_hears_why_a_receiver_gave_up(ends: Ends):
+    engine = RecordingEngine()
+    policy = new_policy(engine)
+    _unknown(policy)
+    with (
+        failing_to_send(ends.sender, 1, policy.items()) as errors,
+        pytest.raises(UnknownTensorError),
+        PolicyUpdate(engine, 1) as update,
+    ):
+        update.load(ends.receiver())
+    assert "the engine's policy update failed: UnknownTensorError: " in str(errors[0])
+    assert "model.layers.7.mlp.down_proj.weight" in str(errors[0])
