@@ -49,6 +49,14 @@ def diagnose(
             f"trainer={trainer!r} is not valid: it must be a torch module, or a function from lists of token ids to "
             "the logprobs of all tokens after the first"
         )
+    if trainer_version is not None and (
+        isinstance(trainer_version, bool) or not isinstance(trainer_version, int) or trainer_version < 0
+    ):
+        raise ValueError(
+            f"trainer_version={trainer_version!r} is not valid: it must be an integer of at least 0, or None for the "
+            "engine's"
+        )
+    _check_samples(samples)
     records = records_of(samples, sampling_params)
     cases = make_cases(records, trainer_logprobs, trainer_token_ids, _tokenizer(llm), max_samples)
     scorer = ModuleScorer(trainer) if isinstance(trainer, torch.nn.Module) else CallableScorer(trainer)
@@ -65,6 +73,15 @@ def diagnose(
         num_tokens=sum(case.num_tokens for case in splitter.cases),
         evidence=_evidence(found, splitter),
     )
+
+
+def _check_samples(samples: object) -> None:
+    takes = "samples must be a sequence of RequestOutput, as generate returns them, or of SampleRecord"
+    if not isinstance(samples, Sequence):
+        raise TypeError(f"{takes}, not {type(samples).__name__}")
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, (RequestOutput, SampleRecord)):
+            raise TypeError(f"{takes}: samples[{index}] is {sample!r}")
 
 
 def _tokenizer(llm: LLM) -> PreTrainedTokenizerBase | None:

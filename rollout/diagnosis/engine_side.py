@@ -21,6 +21,7 @@ class WeightsNow:
     dtype: torch.dtype
     fingerprints: dict[str, int]
     changed: list[str]  # tensors that are not those of the receipt
+    tied: dict[str, str]  # name -> the name that it is another one for
 
 
 def weights_now(worker: Worker, receipt: Receipt) -> WeightsNow:
@@ -30,7 +31,7 @@ def weights_now(worker: Worker, receipt: Receipt) -> WeightsNow:
     known |= {name: known[target] for name, target in tied.items()}
     copies = {} if worker.quantized is None else worker.quantized.tensors()
     changed = changed_tensors(receipt, parameters, tied, worker.buffers(), copies)
-    return WeightsNow(worker.dtype, known, changed)
+    return WeightsNow(worker.dtype, known, changed, dict(tied))
 
 
 def fingerprints(worker: Worker, dtype: torch.dtype) -> dict[str, int]:

@@ -88,7 +88,9 @@ class Findings:
     quantity: Quantity = Quantity.SAMPLED
     tensors_differ: list[str] | None = None  # the trainer's from the engine's; None: could not be compared
     engine_changed: list[str] = field(default_factory=list)  # the engine's from its receipt
+    not_compared: list[str] = field(default_factory=list)  # the engine's, which the trainer's tensors lack
     not_finite: NotFinite | None = None
+    other_version: bool = False  # the trainer is of another policy than the engine, so its tensors should differ
 
     def add(self, cause: Cause, values: np.ndarray) -> None:
         self.parts[cause] = self.parts.get(cause, np.zeros(len(values))) + values
@@ -96,7 +98,7 @@ class Findings:
     @property
     def weights_are_wrong(self) -> bool:
         """Some tensor is known to be another one than it should be, whatever that does to the samples."""
-        return bool(self.engine_changed or self.tensors_differ)
+        return bool(self.engine_changed or (self.tensors_differ and not self.other_version))
 
     def size(self, cause: Cause) -> float:
         return float(np.abs(self.parts[cause]).mean()) if cause in self.parts else 0.0
@@ -122,7 +124,7 @@ class Splitter:
         self.trainer_version = self.version if trainer_version is None else trainer_version
         self.tolerance = tolerance
         self.salt = secrets.token_hex(8)  # never used before: no block of an earlier diagnosis is hit either
-        self.found = Findings({})
+        self.found = Findings({}, other_version=self.trainer_version != self.version)
         self.sequences = [case.record.sequence for case in cases]
         self.temperatures = [case.record.temperature or 1.0 for case in cases]
 
@@ -133,13 +135,20 @@ class Splitter:
             raise ValueError("the engine has no receipt: run a policy_update first")
         workers: list[WeightsNow] = self.llm.collective_rpc(engine_side.weights_now, args=(receipt,))
         self.found.engine_changed = sorted({name for worker in workers for name in worker.changed})
-        self._compare_weights(workers[0])
+        versions = sorted({int(v) for case in self.cases for v in case.record.versions()})
+        self.found.evidence["sample_versions"] = versions
+        # A trainer of the very policy that sampled, while the engine is ahead: the engine's weights say nothing of it.
+        beside = self.found.other_version and versions == [self.trainer_version]
+        if not beside:
+            self._compare_weights(workers[0])
         passes = self._cut_at_not_finite(self._passes())
         if not self.cases:
             return self.found
         sampled = self._flat([case.record.raw_logprobs for case in self.cases], whole=False)
         alone = self._flat(passes.alone)
-        if passes.engine is None:  # it refuses to compute with weights that are not those of its receipt
+        if beside:
+            self._guess(sampled, alone, Cause.WRONG_WEIGHTS)
+        elif passes.engine is None:  # it refuses to compute with weights that are not those of its receipt
             self.found.add(Cause.WRONG_WEIGHTS, alone - sampled)
         else:
             engine = self._flat(passes.engine)
@@ -228,12 +237,14 @@ class Splitter:
         pairs = cast("Iterable[tuple[str, torch.Tensor]]", named.items() if isinstance(named, Mapping) else named)
         known = {engine.dtype: engine.fingerprints}
         differ, compared, unknown, not_finite = [], 0, [], []
+        seen: set[str] = set()  # tied names count as their target
         for own, tensor in pairs:  # lazily: gathered tensors may be valid only until the next
             for name in canonical_names([own]).values():
                 if name not in engine.fingerprints:
                     unknown.append(name)
                     continue
                 compared += 1
+                seen.add(engine.tied.get(name, name))
                 # In the coarser of the two dtypes, so that rounding alone makes no tensor another one.
                 coarser = min(engine.dtype, tensor.dtype, key=lambda dtype: dtype.itemsize)
                 if coarser not in known:
@@ -243,7 +254,11 @@ class Splitter:
                 if not torch.isfinite(tensor.detach()).all():
                     not_finite.append(name)
         self.found.tensors_differ = sorted(differ)
+        self.found.not_compared = sorted(
+            name for name in engine.fingerprints if engine.tied.get(name, name) not in seen
+        )
         self.found.evidence |= {"tensors_compared": compared, "tensors_unknown_to_the_engine": unknown}
+        self.found.evidence["tensors_not_compared"] = self.found.not_compared
         if not_finite:
             self.found.evidence["tensors_not_finite"] = sorted(not_finite)
 
@@ -262,8 +277,6 @@ class Splitter:
             replaced.append(np.full(case.num_tokens, not same_version or bool(self.found.engine_changed)))
         lagging = np.concatenate(moved_on)
         other_weights = np.concatenate(replaced) & ~lagging
-        versions = sorted({int(v) for case in self.cases for v in case.record.versions()})
-        self.found.evidence["sample_versions"] = versions
         self.found.add(Cause.POLICY_LAG, np.where(lagging, difference, 0.0))
         self.found.add(Cause.WRONG_WEIGHTS, np.where(other_weights, difference, 0.0))
         stale = np.where(lagging | other_weights, 0.0, difference)
@@ -300,7 +313,10 @@ class Splitter:
                 swapped = self.scorer.with_weights(self._engine_weights(differ))
             with_engine_weights = engine if swapped is None else self._alone(swapped)
             self.found.add(cause, alone - with_engine_weights)
-        self._same_weights(engine, with_engine_weights, weights.dtype)
+        if self.found.not_compared:
+            self._guess(engine, with_engine_weights, cause)
+        else:
+            self._same_weights(engine, with_engine_weights, weights.dtype)
 
     def _engine_weights(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         return self.llm.collective_rpc(engine_side.weights, args=(names,))[0]

@@ -16,7 +16,7 @@ def sentence(
     if not causes:
         return (
             f"no gap: the trainer's logprobs are the sampler's to within {max(gap.max_abs, 0.0):.2g} nats on every "
-            "token that was compared"
+            "token that was compared" + _other_version(found, splitter)
         )
     main, *others = causes
     text = _SENTENCES[main](found, splitter)
@@ -37,6 +37,22 @@ def sentence(
 
 def _size(cause: Cause, parts: Mapping[Cause, Part]) -> str:
     return f" ({parts[cause].mean_abs:.3g})" if cause in parts else ""
+
+
+def _other_version(found: Findings, splitter: Splitter) -> str:
+    if not found.other_version:
+        return ""
+    versions = _range(found.evidence["sample_versions"])
+    return (
+        f" (the samples are of policy {versions}, the trainer is at {splitter.trainer_version}, the engine at "
+        f"{splitter.version})"
+    )
+
+
+def _not_compared(found: Findings) -> str:
+    if not found.not_compared:
+        return ""
+    return f"; {len(found.not_compared)} of the engine's tensors were not compared ({_some(found.not_compared)})"
 
 
 def _not_finite(found: Findings, splitter: Splitter) -> str:
@@ -60,8 +76,19 @@ def _wrong_weights(found: Findings, splitter: Splitter) -> str:
     if found.tensors_differ:
         return (
             f"the trainer's weights are not the engine's policy {splitter.version}: {len(found.tensors_differ)} of "
-            f"{found.evidence['tensors_compared']} tensors differ ({_some(found.tensors_differ)}). Run a policy_update "
+            f"{found.evidence['tensors_compared']} tensors differ ({_some(found.tensors_differ)})"
+            f"{_not_compared(found)}. Run a policy_update "
             "with the trainer's parameters before sampling"
+        )
+    if found.tensors_differ is None and found.other_version:
+        return (
+            f"the trainer is said to be policy {splitter.trainer_version}, which drew the samples, but differs from "
+            "their logprobs by more than rounding can explain"
+        )
+    if found.not_compared:
+        return (
+            f"the trainer differs from the engine by more than rounding can explain{_not_compared(found)}, so those "
+            "probably differ: give all parameters"
         )
     if found.tensors_differ is None:
         return (
@@ -82,11 +109,12 @@ def _stale_kv(found: Findings, splitter: Splitter) -> str:
 
 def _semantics(found: Findings, splitter: Splitter) -> str:
     temperatures = sorted({case.record.temperature for case in splitter.cases if case.record.temperature is not None})
-    at = "the sampling temperature" if not temperatures else " or ".join(f"{value:g}" for value in temperatures)
+    values = " or ".join(f"{value:g}" for value in temperatures)
+    at = f"temperature {values}" if values else "the sampling temperature"
     if found.quantity is Quantity.DIVIDED:
         return (
-            f"the trainer divides logprobs by the temperature ({at}), which is no distribution: divide the logits, "
-            "then take the log-softmax"
+            f"the trainer divides logprobs by the temperature{f' ({values})' if values else ''}, which is no "
+            "distribution: divide the logits, then take the log-softmax"
         )
     if found.quantity is Quantity.TEMPERED:
         return (
@@ -95,7 +123,7 @@ def _semantics(found: Findings, splitter: Splitter) -> str:
         )
     return (
         f"the trainer compares logprobs at temperature 1 with sampled_logprobs, which are of what was drawn from (at "
-        f"temperature {at}, filters included): divide its logits by the temperature, or compare with raw_logprobs"
+        f"{at}, filters included): divide its logits by the temperature, or compare with raw_logprobs"
     )
 
 
@@ -107,6 +135,15 @@ def _batch_variance(found: Findings, splitter: Splitter) -> str:
 
 
 def _precision(found: Findings, splitter: Splitter) -> str:
+    if found.tensors_differ is None and found.other_version:
+        return "the trainer differs from the sampler as little as rounding does" + _other_version(found, splitter)
+    if found.not_compared:
+        compared = found.evidence["tensors_compared"]
+        return (
+            f"the trainer differs from the engine as little as rounding does; {compared} tensors were compared, but "
+            f"not the engine's other {len(found.not_compared)} ({_some(found.not_compared)}): give all parameters to "
+            "tell rounding from a small change"
+        )
     if found.tensors_differ is None:
         return "the trainer differs from the engine as little as rounding does; its parameters were not compared"
     rounding = found.evidence.get("rounding")
@@ -153,7 +190,7 @@ def _policy_lag(found: Findings, splitter: Splitter) -> str:
 
 
 def _implementation(found: Findings, splitter: Splitter) -> str:
-    if found.tensors_differ is None:
+    if found.tensors_differ is None or found.not_compared:
         return "the trainer computes something else at each call, so its weights cannot be told from these numbers"
     same = "with the same weights" if found.tensors_differ else "the weights are the same, but"
     return (

@@ -353,3 +353,54 @@ def test_the_reference_of_another_folder_is_named_by_many_tensors(llm: LLM, poli
     assert diagnosis.causes == (Cause.WRONG_WEIGHTS,)
     assert len(diagnosis.evidence["tensors_differ"]) == 20
     assert "and 17 more" in diagnosis.sentence
+
+
+def test_some_of_the_trainers_tensors_do_not_prove_that_the_weights_are_the_same(
+    llm: LLM, reference: PreTrainedModel
+) -> None:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    some = [(name, tensor) for name, tensor in reference.named_parameters() if name != NAME][:3]
+    for change, cause in ((0.01, Cause.PRECISION), (30.0, Cause.WRONG_WEIGHTS)):
+        with torch.no_grad():
+            reference.get_parameter(NAME)[3] += change
+        diagnosis = llm.diagnose(outputs, logprobs_of(reference), parameters=some)
+        assert diagnosis.causes == (cause,)
+        assert "weights are the same" not in diagnosis.sentence
+        assert "give all parameters" in diagnosis.sentence
+        assert NAME in diagnosis.evidence["tensors_not_compared"]
+        assert diagnosis.evidence["tensors_compared"] == 3
+    whole = llm.diagnose(outputs, logprobs_of(reference), parameters=reference.named_parameters())
+    assert whole.evidence["tensors_not_compared"] == []  # the tied head is there under its other name
+
+
+def test_a_trainer_of_the_policy_that_sampled_has_no_gap_while_the_engine_is_ahead(
+    llm: LLM, policies: Policies
+) -> None:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    push_mapping(llm, policies.weights(1))
+    for trainer in (policies.reference(0), logprobs_of(policies.reference(0))):
+        diagnosis = llm.diagnose(outputs, trainer, trainer_version=0)
+        assert diagnosis.causes == ()
+        assert "the samples are of policy 0, the trainer is at 0, the engine at 1" in diagnosis.sentence
+    rounded = llm.diagnose(outputs, load_reference(policies.folders[0], torch.bfloat16), trainer_version=0)
+    assert rounded.causes == (Cause.PRECISION,)
+    other = llm.diagnose(outputs, policies.reference(2), trainer_version=0)
+    assert other.causes == (Cause.WRONG_WEIGHTS,)
+    assert "said to be policy 0, which drew the samples" in other.sentence
+
+
+def test_what_is_no_sample_and_no_version_is_refused(llm: LLM, reference: PreTrainedModel) -> None:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    for version in (-1, True, 1.5):
+        with pytest.raises(ValueError, match=rf"trainer_version={version} is not valid: it must be an integer"):
+            llm.diagnose(outputs, reference, trainer_version=version)
+    with pytest.raises(TypeError, match=r"sequence of RequestOutput.* or of SampleRecord: samples\[0\] is 1"):
+        llm.diagnose([1], reference)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"or of SampleRecord, not RequestOutput"):
+        llm.diagnose(outputs[0], reference)  # pyright: ignore[reportArgumentType]
+
+
+def test_without_the_parameters_no_temperature_is_named(llm: LLM, reference: PreTrainedModel) -> None:
+    outputs = llm.generate(PROMPTS, TEMPERATURE)
+    diagnosis = llm.diagnose(outputs, reference, trainer_logprobs=compared_without_temperature(reference, outputs))
+    assert "(at the sampling temperature, filters included)" in diagnosis.sentence
