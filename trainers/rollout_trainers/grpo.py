@@ -73,18 +73,19 @@ class GRPOTrainer:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples and metrics."""
         timers = Timers()
         self.finding = None
+        by_owner = self.treaty is not None or step % 10 == 1 or step == self.config.steps  # it takes a while
         with timers.phase("step"):
-            with timers.phase("gen"), self.memory.phase("sampling"):
+            with self.memory.phase("sampling", by_owner), timers.phase("gen"):
                 samples = self.rollouts(step)
             engine_gauges = self.engine.get_metrics()
             with timers.phase("reward"):
                 score(samples, self.task.rewards)
                 groups = self.assign_advantages(samples)
-            with timers.phase("sleep"), self.memory.phase("sleeping"):
+            with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
-            with timers.phase("train"), self.memory.phase("training"):
+            with self.memory.phase("training", by_owner), timers.phase("train"):
                 statistics = self.learn(step, samples)
-            with timers.phase("sync"), self.memory.phase("update"):
+            with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
                 if self.treaty is not None:

@@ -85,11 +85,12 @@ def _charts(metrics: Sequence[Mapping[str, Any]], evaluations: Sequence[tuple[in
 
 
 def _memory_charts(records: Sequence[Mapping[str, Any]]) -> str:
-    """The peak of every phase by step, and who held the memory at the phases' ends in the last step."""
+    """The peak of every phase by step, and who held the memory at the phases' ends in the last step that counted it."""
     peaks: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         peaks.setdefault(record["phase"], []).append((record["step"], record["peak"] / 2**20))
-    last = [record for record in records if record["step"] == records[-1]["step"]]
+    counted = [record for record in records if record["owners"]]
+    last = [record for record in counted if record["step"] == counted[-1]["step"]]
     bars = stacked_bars(
         f"Memory (MiB) at the end of each phase by owner, and its peak (line), step {last[-1]['step'] if last else 0}",
         {record["phase"]: {owner: count / 2**20 for owner, count in record["owners"].items()} for record in last},
