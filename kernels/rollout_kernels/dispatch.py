@@ -98,6 +98,7 @@ def current_setting() -> str:
 
 
 # What torch.compiler.assume_constant_result does. That imports the whole compiler: half a second of every start.
+# A function has no such attribute for the type checker.
 current_setting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -74,7 +74,7 @@ class PolicyUpdateOverRanks(PolicyUpdate):
         roll_back: bool,
     ) -> None:
         # The base asks for the policy version, and for adapters, of which there are none: every step that touches the
-        # engine is another one here.
+        # engine is another one here, so that `engines` need not be an `UpdateTarget`.
         super().__init__(engines, version, in_flight, timeout, roll_back)  # type: ignore[arg-type]
         self._engines = engines
         self._bucket = engines.bucket

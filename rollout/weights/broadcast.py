@@ -22,7 +22,7 @@ import torch
 
 from rollout.errors import TransportError
 from rollout.weights.buckets import Bucket, Entry, Tally, check_above_zero, only_consumed, send_policy, unpack
-from rollout.weights.channel import Channel, Rendezvous, connect, greet, listen, why_closed_early
+from rollout.weights.channel import Channel, Rendezvous, connect, greet, listen
 from rollout.weights.process_group import Group, backend_of, hosted_store, joined_store
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
 
@@ -196,10 +196,8 @@ class BroadcastReceiver(Transport):
         return self._tally.fingerprints
 
     def close(self) -> None:
-        if self._channel is not None and self._ended:
-            self._channel.close()
-        elif self._channel is not None:
-            self._channel.give_up(why_closed_early())
+        if self._channel is not None:
+            self._channel.leave(self._ended)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         if self._group is not None:

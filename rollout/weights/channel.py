@@ -142,6 +142,13 @@ class Channel:
             self.send({"error": reason})
         self.close()
 
+    def leave(self, ended: bool) -> None:
+        """Closes the receiving end: after the whole policy, or telling the sender that its update failed, and why."""
+        if ended:
+            self.close()
+        else:
+            self.give_up(why_closed_early())
+
     def close(self) -> None:
         """A thread that waits in `receive` wakes up and raises."""
         with suppress(OSError):

@@ -35,7 +35,6 @@ from rollout.weights.channel import (
     greet,
     listen_locally,
     private_folder,
-    why_closed_early,
 )
 from rollout.weights.transport import HeldPolicy, NamedTensor, Sender, SendReport, Transport
 
@@ -206,10 +205,8 @@ class SharedMemoryReceiver(Transport):
         return self._tally.fingerprints
 
     def close(self) -> None:
-        if self._channel is not None and self._ended:
-            self._channel.close()
-        elif self._channel is not None:
-            self._channel.give_up(why_closed_early())
+        if self._channel is not None:
+            self._channel.leave(self._ended)
         self._channel = None
 
 
