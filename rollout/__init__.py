@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollout.lora.request import LoRARequest
     from rollout.models.registry import ModelRegistry
     from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
+    from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -30,10 +31,13 @@ __all__ = [
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
+    "RepetitionDetectionParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SampleRecord",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
     "diagnose",
     "generate",
 ]
@@ -48,10 +52,13 @@ _MODULES = {
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",
+    "RepetitionDetectionParams": "rollout.sampling_options",
     "RequestOutput": "rollout.outputs",
+    "RequestOutputKind": "rollout.sampling_options",
     "SampleRecord": "rollout.diagnosis",
     "SamplingParams": "rollout.sampling_params",
     "ScoreOutput": "rollout.outputs",
+    "StructuredOutputsParams": "rollout.sampling_options",
     "diagnose": "rollout.diagnosis",
     "generate": "rollout.llm",
 }

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rollout.config import EngineConfig, parse_bytes
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
+from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
 from rollout.engine.interface import Engine, make_engine
 from rollout.engine.profile import StepProfile
 from rollout.errors import WorkerDiedError
-from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest, one_each
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
-from rollout.models.loader import iterate_checkpoint, read_config
+from rollout.models.loader import iterate_checkpoint
 from rollout.models.pretrained import resolve_model
+from rollout.models.tokenizer import find_eos_token_ids, find_tokenizer
 from rollout.outputs import RequestOutput, ScoreOutput
 from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
 from rollout.request import FinishReason, Request
-from rollout.sampling.noise import derive_seed
 from rollout.sampling_params import SamplingParams
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
 from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
-
-OnInvalid = Literal["raise", "return"]
-LoRAChoice = LoRARequest | str | None  # an adapter, or the name of one in memory
 
 
 class LLM:
@@ -58,21 +54,15 @@ class LLM:
             self._engine: Engine = make_engine(self.config, folder, on_tensor=lambda _: _advance(bar))
         self._folder = folder
         self._lock = self._engine.lock
-        self._numbers = itertools.count()
         self._delivery = Delivery(self._engine)
         self._enqueued: dict[str, Group] = {}
         try:
-            self._tokenizer = self._find_tokenizer()
-            self._eos_token_ids = _eos_token_ids(folder, self._tokenizer, self._engine.vocab_size)
+            self._tokenizer = find_tokenizer(self.config.tokenizer, folder)
+            eos_token_ids = find_eos_token_ids(folder, self._tokenizer, self._engine.vocab_size)
         except BaseException:
             self._engine.close()
             raise
-
-    def _find_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        tokenizer = _load_tokenizer(Path(self.config.tokenizer or self._folder))
-        if self.config.tokenizer is not None and tokenizer is None:
-            raise ValueError(f"tokenizer={self.config.tokenizer!r} is not valid: there is no tokenizer in this folder")
-        return tokenizer
+        self._admission = Admission(self._engine, self._delivery, self._tokenizer, eos_token_ids)
 
     @property
     def engine(self) -> EngineCore:
@@ -104,7 +94,10 @@ class LLM:
         `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
         """
         items = split_prompts(prompts)
-        params, priorities = _params_each(sampling_params, len(items)), self._priorities(priority, len(items))
+        params, priorities = (
+            params_each(sampling_params, len(items)),
+            priorities_each(priority, len(items), self.config.scheduling_policy),
+        )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._run(encoded, params, priorities, one_each(lora_request, len(items)), use_tqdm, on_invalid)
 
@@ -119,10 +112,13 @@ class LLM:
         """Queues prompts like `generate` and returns their request ids at once. `step` or `wait_for_completion` runs
         them."""
         items = split_prompts(prompts)
-        params, priorities = _params_each(sampling_params, len(items)), self._priorities(priority, len(items))
+        params, priorities = (
+            params_each(sampling_params, len(items)),
+            priorities_each(priority, len(items), self.config.scheduling_policy),
+        )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         with self._lock:
-            groups, _ = self._admit(encoded, params, priorities, one_each(lora_request, len(items)), "raise")
+            groups, _ = self._admission.admit(encoded, params, priorities, one_each(lora_request, len(items)), "raise")
             self._enqueued.update((group.group_id, group) for group in groups.values())
             return [group.group_id for group in groups.values()]
 
@@ -175,7 +171,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
         items = split_prompts(messages)  # type: ignore[arg-type]
-        params = _params_each(sampling_params, len(items))
+        params = params_each(sampling_params, len(items))
 
         def encode(item: Any) -> Prompt:
             ids = encode_chat(
@@ -211,14 +207,14 @@ class LLM:
         choices = one_each(lora_request, len(items))
         with self._lock:
             for index, prompt in enumerate(prompts):
-                problem = prompt.error or self._problem(prompt, None)
+                problem = prompt.error or self._admission.problem(prompt, None)
                 if problem is not None:
                     raise ValueError(f"token_ids[{index}]: {problem}")
             self._engine.check_ready()
             requests = []
             for prompt, adapter in zip(prompts, self._engine.adapters_for(choices), strict=True):
-                requests += self._make_requests(prompt, SamplingParams(), 0, adapter, scores=True)
-            groups = self._submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
+                requests += self._admission.make_requests(prompt, SamplingParams(), 0, adapter, scores=True)
+            groups = self._admission.submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
         self._wait(groups, use_tqdm, "Scoring")
         outputs = []
         for group in groups:
@@ -425,11 +421,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _priorities(self, priority: Sequence[int] | None, count: int) -> list[int]:
-        if priority is not None and self.config.scheduling_policy != "priority":
-            raise ValueError("priority is not used under scheduling_policy='fcfs': configure 'priority'")
-        return _one_each("priority", 0 if priority is None else priority, int, count)
-
     def _encode(self, items: list[PromptLike], encode: Callable[[PromptLike], Prompt]) -> list[Prompt]:
         prompts = []
         for item in items:
@@ -438,25 +429,6 @@ class LLM:
             except ValueError as error:
                 prompts.append(Prompt([], error=str(error)))
         return prompts
-
-    def _problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
-        """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
-        ids, limit, vocab_size = prompt.token_ids, self._engine.max_model_len, self._engine.vocab_size
-        if not ids:
-            return "the prompt is empty: it must have at least 1 token"
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                return f"prompt_token_ids holds {token_id}: ids must be from 0 to {vocab_size - 1}"
-        if params is None:
-            return None if len(ids) <= limit else f"the prompt has {len(ids)} tokens, max_model_len is {limit}"
-        if len(ids) >= limit:
-            return f"the prompt has {len(ids)} tokens and max_model_len is {limit}: no token could be generated"
-        for token_id in params.stop_token_ids or ():
-            if token_id >= vocab_size:
-                return f"stop_token_ids holds {token_id}: ids must be from 0 to {vocab_size - 1}"
-        if params.stop_strings and self._tokenizer is None:
-            return "stop strings need a tokenizer, and the model's folder has none"
-        return None
 
     def _run(
         self,
@@ -468,7 +440,7 @@ class LLM:
         on_invalid: OnInvalid,
     ) -> list[RequestOutput]:
         with self._lock:
-            groups, refused = self._admit(prompts, params, priorities, choices, on_invalid)
+            groups, refused = self._admission.admit(prompts, params, priorities, choices, on_invalid)
         with self._outputs_in_errors(groups.values()):
             self._wait(list(groups.values()), use_tqdm, "Generating")
         outputs = refused | {index: group.output(self._tokenizer) for index, group in groups.items()}
@@ -482,89 +454,6 @@ class LLM:
         except WorkerDiedError as error:
             error.outputs = [group.output(self._tokenizer) for group in groups]
             raise
-
-    def _admit(
-        self,
-        prompts: list[Prompt],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-        choices: Sequence[LoRAChoice],
-        on_invalid: OnInvalid,
-    ) -> tuple[dict[int, Group], dict[int, RequestOutput]]:
-        """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index."""
-        if on_invalid not in ("raise", "return"):
-            raise ValueError(f"on_invalid={on_invalid!r} is not valid: it must be 'raise' or 'return'")
-        self._engine.check_ready()
-        adapters = self._engine.adapters_for(choices)
-        refused: dict[int, RequestOutput] = {}
-        families: dict[int, tuple[Prompt, list[Request]]] = {}
-        for index, prompt in enumerate(prompts):
-            problem = prompt.error or self._problem(prompt, params[index])
-            requests: list[Request] = []
-            if problem is None:
-                requests = self._make_requests(prompt, params[index], priorities[index], adapters[index])
-                problem = self._unfit(requests)
-            if problem is None:
-                families[index] = (prompt, requests)
-            elif on_invalid == "raise":
-                raise ValueError(f"prompts[{index}]: {problem}")
-            else:
-                refused[index] = RequestOutput(f"invalid-{index}", prompt.text, prompt.token_ids, [], error=problem)
-        groups = self._submit(list(families.values()))
-        return dict(zip(families, groups, strict=True)), refused
-
-    def _unfit(self, requests: list[Request]) -> str | None:
-        try:
-            self._engine.check_fits(requests[0])
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _make_requests(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
-        adapter: LoadedAdapter | None = None,
-        scores: bool = False,
-    ) -> list[Request]:
-        """The samples of one prompt, the first leading the others."""
-        number = next(self._numbers)
-        room = self._engine.max_model_len - len(prompt.token_ids)
-        max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
-        samples = [
-            Request(
-                request_id=f"{number}-{index}",
-                group_id=str(number),
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                seed=seed,
-                sample_index=params.first_sample_index + index,
-                max_tokens=max_tokens,
-                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-                stop_token_ids=frozenset(params.stop_token_ids or ()),
-                priority=priority,
-                arrival=number,
-                cache_salt=prompt.cache_salt,
-                scores_prompt=scores,
-                lora_request=None if adapter is None else adapter.request,
-                adapter_slot=-1 if adapter is None else adapter.slot,
-                adapter_key=None if adapter is None else adapter.key,
-            )
-            for index in range(params.n)
-        ]
-        samples[0].siblings = samples[1:]
-        return samples
-
-    def _submit(self, families: list[tuple[Prompt, list[Request]]]) -> list[Group]:
-        """Hands requests to the engine, all or none."""
-        self._engine.add(requests[0] for _, requests in families)
-        receipt = self._engine.receipt
-        groups = [Group.of(prompt, requests, receipt, self._tokenizer) for prompt, requests in families]
-        for group in groups:
-            self._delivery.groups[group.group_id] = group
-        return groups
 
     def _wait(self, groups: list[Group], use_tqdm: bool | None, label: str) -> None:
         with _progress(label, sum(group.num_unfinished for group in groups), "sample", use_tqdm) as bar:
@@ -580,25 +469,6 @@ def generate(
     """For one-off use: loads the model, generates, and gives the memory back. See `LLM` and `LLM.generate`."""
     with LLM(model, **config) as llm:
         return llm.generate(prompts, sampling_params)
-
-
-def _params_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    return _one_each(
-        "sampling_params", SamplingParams() if sampling_params is None else sampling_params, SamplingParams, count
-    )
-
-
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    """One value for each prompt. Raises `ValueError` where a list has another length, `TypeError` for another type."""
-    if isinstance(value, str) or not isinstance(value, (kind, Iterable)):
-        raise TypeError(f"{name}={value!r} is not valid: it must be {kind.__name__} or a list of them")
-    values = [value] * count if isinstance(value, kind) else list(value)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts: give one, or one a prompt")
-    for entry in values:
-        if not isinstance(entry, kind):
-            raise TypeError(f"{name} holds {entry!r}: it must be {kind.__name__}")
-    return values
 
 
 def _why_not_scored(request: Request) -> str:
@@ -618,21 +488,3 @@ def _progress(label: str, total: int | None, unit: str, show: bool | None) -> tq
 
 def _advance(bar: tqdm) -> None:
     bar.update()
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> frozenset[int]:
-    """Every id that ends a sample: those of the generation config, else of the config, and the tokenizer's own."""
-    if (folder / "generation_config.json").is_file():
-        configured = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    else:
-        configured = read_config(folder).eos_token_id
-    ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
-    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(token_id for token_id in ids if token_id < vocab_size)

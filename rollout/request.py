@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from rollout.lora.request import LoRARequest
+from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
 
 
@@ -21,10 +22,14 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; `ABORT` keeps what was sampled, `ERROR` means that the model's logits were not numbers."""
+    """Why a request ended.
+
+    `ABORT` keeps what was sampled; `ERROR`: the model's logits were not numbers, or no token was left to draw.
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
 
@@ -73,10 +78,13 @@ class Request:
     kept_mass: array[float] = field(default_factory=lambda: array("f"))
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
+    sample_state: SampleState | None = None  # where draws depend on the tokens before them
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
+        if self.params.looks_at_tokens:
+            self.sample_state = SampleState(self.token_ids, len(self.prompt_token_ids))
 
     @property
     def num_prompt_tokens(self) -> int:

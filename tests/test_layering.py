@@ -70,6 +70,7 @@ def test_the_folders_at_the_top_are_no_packages() -> None:
 
 def test_the_core_names_no_tensor_library() -> None:
     allowed_from_rollout = {"rollout.core", "rollout.request", "rollout.sampling_params", "rollout.errors"}
+    allowed_from_rollout |= {"rollout.sampling.state", "rollout.sampling_options"}
     for path in sources(ROOT / "rollout" / "core"):
         for module in imported_modules(path):
             top = module.split(".")[0]

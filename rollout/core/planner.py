@@ -218,7 +218,14 @@ class Planner:
         sequence_index = len(step.plan.sequences) - 1
         position = len(request.token_ids)
         draw = Draw(
-            request.request_id, sequence_index, request.params, request.seed, request.sample_index, position, banned
+            request.request_id,
+            sequence_index,
+            request.params,
+            request.seed,
+            request.sample_index,
+            position,
+            banned,
+            request.sample_state,
         )
         step.plan.draws.append(draw)
         step.drawers.append(request)

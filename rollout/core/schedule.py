@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
 
 
@@ -23,6 +24,7 @@ class Draw:
     sample_index: int
     position: int  # absolute position of the token to be drawn, = number of tokens before it
     banned_token_ids: tuple[int, ...] = ()  # ids with probability zero (min_tokens)
+    state: SampleState | None = None  # where the draw depends on the tokens before it (penalties, grammars, …)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,20 @@ class SchedulePlan:
 
 
 @dataclass(slots=True)
+class TopLogprobs:
+    """The most likely tokens at some positions, and the ranks of the tokens that really stand there.
+
+    `token_ids` [P, k] and `logprobs` [P, k], most likely first (equal ones by their id); `ranks` [P]: 1 + the number of
+    tokens with a larger logit; `chosen` [P, m]: logprobs of the ids that the request has named.
+    """
+
+    token_ids: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    ranks: np.ndarray  # int32
+    chosen: np.ndarray  # float32
+
+
+@dataclass(slots=True)
 class StepResult:
     """What the runner returns for a plan: arrays over `plan.draws`, and the scores of scoring sequences."""
 
@@ -66,6 +82,10 @@ class StepResult:
     entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
+    # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it
+    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    # request_id -> a position a target token, where `params.prompt_logprobs` asks for it
+    prompt_top_logprobs: dict[str, TopLogprobs] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -118,7 +118,7 @@ def test_seeds_that_the_engine_gives_are_those_of_one_engine(tmp_path: Path, eng
     first = engines.two.generate(PROMPTS, params)
     number = int(first[0].request_id)
     for _ in range(number):  # running numbers count prompts
-        next(fresh._numbers)
+        next(fresh._admission._numbers)
     assert_same_samples(fresh.generate(PROMPTS, params), first)
 
 
@@ -394,7 +394,7 @@ def test_a_request_is_sent_whole() -> None:
     leader.siblings = [Request(**{**given, "request_id": "7-1", "sample_index": 4})]
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
-    state |= {"kept_mass", "entropy", "prompt_logprobs"}
+    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state"}
     refused = {"lora_request", "adapter_slot", "adapter_key"}
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused

@@ -29,7 +29,7 @@ def test_values_outside_a_parameters_range_are_refused_by_name() -> None:
         "n": (0, -1, 1.5),
         "max_tokens": (0, -5, 2.5),
         "min_tokens": (-1, 17),
-        "seed": (-1, 2**63, 1.5),
+        "seed": (-2, 2**63, 1.5),
         "stop": ("", ["a", ""], [3]),
         "stop_token_ids": ([-1], [1.5]),
         "logprobs": (-1, 2),

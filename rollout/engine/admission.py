@@ -1,0 +1,170 @@
+"""Prompts and their parameters on the way into the engine: checked, numbered, and made into requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from rollout.engine.collect import Group
+from rollout.engine.delivery import Delivery
+from rollout.engine.interface import Engine
+from rollout.lora.manager import LoadedAdapter
+from rollout.lora.request import LoRARequest
+from rollout.outputs import RequestOutput
+from rollout.prompts import Prompt
+from rollout.request import Request
+from rollout.sampling.noise import derive_seed
+from rollout.sampling_checks import tokens_outside
+from rollout.sampling_params import SamplingParams
+
+OnInvalid = Literal["raise", "return"]
+LoRAChoice = LoRARequest | str | None  # an adapter, or the name of one in memory
+
+
+class Admission:
+    """Makes requests and hands them to the engine, all of a call or none. Callers hold the engine's lock."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        delivery: Delivery,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._engine = engine
+        self._delivery = delivery
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._numbers = itertools.count()
+
+    def problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
+        """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
+        ids, limit, vocab_size = prompt.token_ids, self._engine.max_model_len, self._engine.vocab_size
+        if not ids:
+            return "the prompt is empty: it must have at least 1 token"
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                return f"prompt_token_ids holds {token_id}: ids must be from 0 to {vocab_size - 1}"
+        if params is None:
+            return None if len(ids) <= limit else f"the prompt has {len(ids)} tokens, max_model_len is {limit}"
+        if len(ids) >= limit:
+            return f"the prompt has {len(ids)} tokens and max_model_len is {limit}: no token could be generated"
+        outside = tokens_outside(params, vocab_size)
+        if outside is not None:
+            return outside
+        if params.stop_strings and self._tokenizer is None:
+            return "stop strings need a tokenizer, and the model's folder has none"
+        return None
+
+    def admit(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        choices: Sequence[LoRAChoice],
+        on_invalid: OnInvalid,
+    ) -> tuple[dict[int, Group], dict[int, RequestOutput]]:
+        """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index."""
+        if on_invalid not in ("raise", "return"):
+            raise ValueError(f"on_invalid={on_invalid!r} is not valid: it must be 'raise' or 'return'")
+        self._engine.check_ready()
+        adapters = self._engine.adapters_for(choices)
+        refused: dict[int, RequestOutput] = {}
+        families: dict[int, tuple[Prompt, list[Request]]] = {}
+        for index, prompt in enumerate(prompts):
+            problem = prompt.error or self.problem(prompt, params[index])
+            requests: list[Request] = []
+            if problem is None:
+                requests = self.make_requests(prompt, params[index], priorities[index], adapters[index])
+                problem = self._unfit(requests)
+            if problem is None:
+                families[index] = (prompt, requests)
+            elif on_invalid == "raise":
+                raise ValueError(f"prompts[{index}]: {problem}")
+            else:
+                refused[index] = RequestOutput(f"invalid-{index}", prompt.text, prompt.token_ids, [], error=problem)
+        groups = self.submit(list(families.values()))
+        return dict(zip(families, groups, strict=True)), refused
+
+    def _unfit(self, requests: list[Request]) -> str | None:
+        try:
+            self._engine.check_fits(requests[0])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def make_requests(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        adapter: LoadedAdapter | None = None,
+        scores: bool = False,
+    ) -> list[Request]:
+        """The samples of one prompt, the first leading the others."""
+        number = next(self._numbers)
+        room = self._engine.max_model_len - len(prompt.token_ids)
+        max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = params.seed if params.seed is not None else derive_seed(self._engine.config.seed, number)
+        samples = [
+            Request(
+                request_id=f"{number}-{index}",
+                group_id=str(number),
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                seed=seed,
+                sample_index=params.first_sample_index + index,
+                max_tokens=max_tokens,
+                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+                stop_token_ids=frozenset(params.stop_token_ids or ()),
+                priority=priority,
+                arrival=number,
+                cache_salt=prompt.cache_salt,
+                scores_prompt=scores,
+                lora_request=None if adapter is None else adapter.request,
+                adapter_slot=-1 if adapter is None else adapter.slot,
+                adapter_key=None if adapter is None else adapter.key,
+            )
+            for index in range(params.n)
+        ]
+        samples[0].siblings = samples[1:]
+        return samples
+
+    def submit(self, families: list[tuple[Prompt, list[Request]]]) -> list[Group]:
+        """Hands requests to the engine, all or none."""
+        self._engine.add(requests[0] for _, requests in families)
+        receipt = self._engine.receipt
+        groups = [Group.of(prompt, requests, receipt, self._tokenizer) for prompt, requests in families]
+        for group in groups:
+            self._delivery.groups[group.group_id] = group
+        return groups
+
+
+def params_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts, from one for all or a list; the defaults by None."""
+    return _one_each(
+        "sampling_params", SamplingParams() if sampling_params is None else sampling_params, SamplingParams, count
+    )
+
+
+def priorities_each(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:
+    """The priority of each of `count` prompts. Raises `ValueError` where the scheduling policy uses none."""
+    if priority is not None and policy != "priority":
+        raise ValueError("priority is not used under scheduling_policy='fcfs': configure 'priority'")
+    return _one_each("priority", 0 if priority is None else priority, int, count)
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """One value for each prompt. Raises `ValueError` where a list has another length, `TypeError` for another type."""
+    if isinstance(value, str) or not isinstance(value, (kind, Iterable)):
+        raise TypeError(f"{name}={value!r} is not valid: it must be {kind.__name__} or a list of them")
+    values = [value] * count if isinstance(value, kind) else list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts: give one, or one a prompt")
+    for entry in values:
+        if not isinstance(entry, kind):
+            raise TypeError(f"{name} holds {entry!r}: it must be {kind.__name__}")
+    return values

@@ -1,0 +1,20 @@
+"""What the sampler knows of one sample's tokens. It imports no torch: the scheduler hands it on with each draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class SampleState:
+    """The tokens of one sample, and what was derived from them.
+
+    `token_ids` is the request's own list, prompt and output, and grows with it. Whatever is derived (token counts, a
+    grammar's position) is a function of a leading part of that list and catches up with it before a draw: so it is
+    the same after a preemption, and a fork begins with nothing and catches up too.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    grammar: Any = None  # the position in a grammar, made by the worker that samples; see `rollout.sampling.structured`
