@@ -210,8 +210,8 @@ def test_two_updates_give_three_spans(policies: Policies, mode: InFlightMode):
 
 def test_scores_in_flight_are_of_the_new_policy(policies: Policies):
     llm, prompt = policies.engine(max_num_batched_tokens=8), random_prompt(60)
-    requests = llm._make_requests(Prompt(prompt), SamplingParams(), 0, scores=True)
-    groups = llm._submit([(Prompt(prompt), requests)])
+    requests = llm._admission.make_requests(Prompt(prompt), SamplingParams(), 0, scores=True)
+    groups = llm._admission.submit([(Prompt(prompt), requests)])
     for _ in range(3):
         llm.step()
     update(llm, policies, 1, "keep")
