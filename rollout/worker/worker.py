@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import rollout_kernels
 from rollout.config import EngineConfig
@@ -21,6 +23,7 @@ from rollout.models.loader import (
     read_config,
     resolve_dtype,
 )
+from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import DecodePrograms
@@ -93,6 +96,16 @@ class Worker:
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, for parameters that are about text; loaded when the first of them comes.
+
+        Requests with such parameters are refused at admission where there is none.
+        """
+        tokenizer = find_tokenizer(self.config.tokenizer, self.folder)
+        assert tokenizer is not None, "a request that needs a tokenizer was admitted, and there is none"
+        return tokenizer
 
     @property
     def _on_gpu(self) -> bool:
