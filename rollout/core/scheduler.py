@@ -112,15 +112,19 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r}: the id, or a sibling's, is already in use")
         priority = request.priority if self.config.policy == "priority" else 0
         for member in family:
-            self._requests[member.request_id] = member
-            self._groups.setdefault(member.group_id, {})[member.request_id] = member
-            member.rank = (priority, request.arrival, self._num_added)
-            self._num_added += 1
+            self._register(member, priority)
         self._waiting.add(request)
         if request.max_tokens == 0:  # nothing is drawn, so nothing would ever fork
             siblings, request.siblings = request.siblings, []
             for sibling in siblings:
                 self._waiting.add(sibling)
+
+    def _register(self, request: Request, priority: int) -> None:
+        """Takes a request on the books, behind those of the same priority and arrival; it stands in no queue yet."""
+        self._requests[request.request_id] = request
+        self._groups.setdefault(request.group_id, {})[request.request_id] = request
+        request.rank = (priority, request.arrival, self._num_added)
+        self._num_added += 1
 
     def check_fits(self, request: Request) -> None:
         """Raises `ValueError`, with the numbers, if the request can never run to its end. Queues nothing."""
