@@ -6,18 +6,24 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+from rollout.core.beam import BeamOptions, BeamResult
 from rollout.lora.request import LoRARequest
 from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV."""
+    """Where a request stands.
+
+    `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV. `PARKED`: a beam that has drawn,
+    and waits for the other beams of its search.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
     SWAPPED = "swapped"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -60,6 +66,7 @@ class Request:
     lora_request: LoRARequest | None = None
     adapter_slot: int = -1  # where its adapter lies, which stays there while the request is unfinished; -1 for none
     adapter_key: str | None = None  # the adapter's name and content, part of every block's hash
+    beam_options: BeamOptions | None = None  # where set, this is a beam search; see `rollout.core.beam_groups`
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output
     num_computed_tokens: int = 0
@@ -79,6 +86,7 @@ class Request:
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
     sample_state: SampleState | None = None  # where draws depend on the tokens before them
+    beam_result: BeamResult | None = None  # of a beam search that has ended
 
     def __post_init__(self) -> None:
         if not self.token_ids:
