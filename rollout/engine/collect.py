@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rollout.engine.detokenize import StopStringChecker, decode
+from rollout.engine.detokenize import Detokenizer
+from rollout.engine.sample_text import SampleText
 from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
-from rollout.request import FinishReason, Request
+from rollout.request import Request
 from rollout.weights.receipt import Receipt
 
 
@@ -22,21 +23,25 @@ class Group:
     prompt: Prompt
     samples: list[Request]
     receipt_ids: dict[int, str]  # policy version -> id of the receipt of its weights
-    checkers: dict[str, StopStringChecker] = field(default_factory=dict)  # request id -> its search for stop strings
+    detokenizer: Detokenizer | None = None
+    texts: dict[str, SampleText] = field(default_factory=dict)  # by request id, of those whose text is needed early
     num_unfinished: int = 0
 
     @classmethod
     def of(
-        cls, prompt: Prompt, samples: list[Request], receipt: Receipt | None, tokenizer: PreTrainedTokenizerBase | None
+        cls,
+        prompt: Prompt,
+        samples: list[Request],
+        receipt: Receipt | None,
+        detokenizer: Detokenizer | None,
+        streams: bool = False,
     ) -> Group:
-        group = cls(samples[0].group_id, prompt, samples, {}, num_unfinished=len(samples))
+        """`streams`: the text is wanted while it grows."""
+        group = cls(samples[0].group_id, prompt, samples, {}, detokenizer, num_unfinished=len(samples))
         group.note_receipt(receipt)
-        if tokenizer is not None:
-            group.checkers = {
-                sample.request_id: StopStringChecker(tokenizer, sample.params)
-                for sample in samples
-                if sample.params.stop_strings
-            }
+        params = samples[0].params
+        if detokenizer is not None and (params.stop_strings or (streams and params.detokenize)):
+            group.texts = {sample.request_id: SampleText(detokenizer.growing(params), params) for sample in samples}
         return group
 
     def note_receipt(self, receipt: Receipt | None) -> None:
@@ -46,11 +51,13 @@ class Group:
 
     def append(self, request: Request, token_ids: list[int]) -> str | None:
         """Looks for stop strings in a sample's new tokens. Returns the one that was found."""
-        checker = self.checkers.get(request.request_id)
-        if checker is None or not token_ids:
+        text = self.texts.get(request.request_id)
+        if text is None:
             return None
-        match = checker.append(token_ids)
-        return None if match is None else match.stop
+        stop = text.append(token_ids) if token_ids else None
+        if request.is_finished:
+            text.finish()
+        return stop
 
     def output(self, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
         """The output of the group as it stands."""
@@ -72,11 +79,11 @@ class Group:
 
     def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:
         token_ids = sample.output_token_ids
-        checker = self.checkers.get(sample.request_id)
-        if checker is not None and checker.match is not None and sample.finish_reason is FinishReason.STOP:
-            text = checker.final_text()
+        growing = self.texts.get(sample.request_id)
+        if growing is not None:
+            text = growing.text
         else:
-            text = decode(tokenizer, token_ids, sample.params)
+            text = "" if self.detokenizer is None else self.detokenizer.text(token_ids, sample.params)
         raw = np.array(sample.raw_logprobs, np.float32)
         logprobs = None
         if sample.params.logprobs is not None:
