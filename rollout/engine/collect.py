@@ -12,6 +12,7 @@ from rollout.engine.sample_text import SampleText
 from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import Request
+from rollout.sampling_options import RequestOutputKind
 from rollout.weights.receipt import Receipt
 
 
@@ -40,7 +41,8 @@ class Group:
         group = cls(samples[0].group_id, prompt, samples, {}, detokenizer, num_unfinished=len(samples))
         group.note_receipt(receipt)
         params = samples[0].params
-        if detokenizer is not None and (params.stop_strings or (streams and params.detokenize)):
+        shows_growth = streams and params.detokenize and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        if detokenizer is not None and (params.stop_strings or shows_growth):
             group.texts = {sample.request_id: SampleText(detokenizer.growing(params), params) for sample in samples}
         return group
 
@@ -59,10 +61,13 @@ class Group:
             text.finish()
         return stop
 
-    def output(self, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
-        """The output of the group as it stands."""
+    def output(
+        self, tokenizer: PreTrainedTokenizerBase | None, outputs: list[CompletionOutput] | None = None
+    ) -> RequestOutput:
+        """The output of the group as it stands: with all samples, or with `outputs`."""
         leader = self.samples[0]
-        outputs = [self._completion(index, sample, tokenizer) for index, sample in enumerate(self.samples)]
+        if outputs is None:
+            outputs = [self.completion(index, tokenizer) for index in range(len(self.samples))]
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
             request_id=self.group_id,
@@ -77,14 +82,15 @@ class Group:
             lora_request=leader.lora_request,
         )
 
-    def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:
-        token_ids = sample.output_token_ids
-        growing = self.texts.get(sample.request_id)
-        if growing is not None:
-            text = growing.text
-        else:
-            text = "" if self.detokenizer is None else self.detokenizer.text(token_ids, sample.params)
-        raw = np.array(sample.raw_logprobs, np.float32)
+    def completion(
+        self, index: int, tokenizer: PreTrainedTokenizerBase | None, first: int = 0, text: str | None = None
+    ) -> CompletionOutput:
+        """A sample as it stands, from its output token `first` on; with all of its text, or with `text`."""
+        sample = self.samples[index]
+        token_ids = sample.token_ids[sample.num_prompt_tokens + first :]
+        if text is None:
+            text = self._text(sample)
+        raw = np.array(sample.raw_logprobs[first:], np.float32)
         logprobs = None
         if sample.params.logprobs is not None:
             logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in zip(token_ids, raw.tolist(), strict=True)]
@@ -93,20 +99,29 @@ class Group:
             text=text,
             token_ids=token_ids,
             raw_logprobs=raw,
-            sampled_logprobs=np.array(sample.sampled_logprobs, np.float32),
-            kept_mass=np.array(sample.kept_mass, np.float32),
-            entropy=np.array(sample.entropy, np.float32),
+            sampled_logprobs=np.array(sample.sampled_logprobs[first:], np.float32),
+            kept_mass=np.array(sample.kept_mass[first:], np.float32),
+            entropy=np.array(sample.entropy[first:], np.float32),
             finish_reason=None if sample.finish_reason is None else str(sample.finish_reason),
             stop_reason=sample.stop_reason,
             seed=sample.seed,
             sample_index=sample.sample_index,
-            policy_versions=_spans(sample.policy_spans, len(token_ids)),
+            policy_versions=_spans(sample.policy_spans, sample.num_output_tokens, first),
             logprobs=logprobs,
         )
 
+    def _text(self, sample: Request) -> str:
+        growing = self.texts.get(sample.request_id)
+        if growing is not None:
+            return growing.text
+        return "" if self.detokenizer is None else self.detokenizer.text(sample.output_token_ids, sample.params)
 
-def _spans(starts: list[tuple[int, int]], num_tokens: int) -> list[PolicyVersionSpan]:
-    """(version, first token) pairs, in order, as spans that cover the output."""
+
+def _spans(starts: list[tuple[int, int]], num_tokens: int, first: int) -> list[PolicyVersionSpan]:
+    """(version, first token) pairs, in order, as spans that cover the output from token `first` on, counted from it."""
     ends = [*(start for _, start in starts), num_tokens][1:]  # a sample that never ran has no start
-    spans = (PolicyVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True))
+    spans = (
+        PolicyVersionSpan(version, max(start - first, 0), end - first)
+        for (version, start), end in zip(starts, ends, strict=True)
+    )
     return [span for span in spans if span.start < span.end]

@@ -27,6 +27,7 @@ class SampleText:
         self._end: int | None = None  # where the text ends, once a stop string was found
         self._is_finished = False
         self._waiting = ""  # what `take` has not returned
+        self._num_taken = 0
         self.stop: str | None = None
 
     def append(self, token_ids: list[int]) -> str | None:
@@ -52,7 +53,13 @@ class SampleText:
         num_held = 0 if self._is_finished or self.stop is not None else self._num_held()
         cut = len(self._waiting) - num_held
         taken, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        self._num_taken += len(taken)
         return taken
+
+    @property
+    def shown(self) -> str:
+        """All that `take` has returned."""
+        return self.text[: self._num_taken]
 
     @property
     def text(self) -> str:
