@@ -33,7 +33,6 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "logits_processors": (None,),
     "thinking_token_budget": (None,),
-    "spaces_between_special_tokens": (True,),
 }
 
 
