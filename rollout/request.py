@@ -84,7 +84,9 @@ class Request:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         if self.params.looks_at_tokens:
-            self.sample_state = SampleState(self.token_ids, len(self.prompt_token_ids))
+            self.sample_state = SampleState(
+                self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
