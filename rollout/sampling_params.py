@@ -34,7 +34,6 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "spaces_between_special_tokens": (True,),
-    "forced_token_ids": (None,),
 }
 
 

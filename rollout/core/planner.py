@@ -135,8 +135,8 @@ class Planner:
                 limit = request.num_computed_tokens // self.config.block_size
             elif self._wants_scores(request):
                 limit = 0
-            else:
-                limit = (len(request.token_ids) - 1) // self.config.block_size
+            else:  # the first token without values in the arrays is drawn from the row before it, which is computed
+                limit = (request.num_prompt_tokens + request.num_output_tokens - 1) // self.config.block_size
             hits = self.kv.cached_prefix(request, limit)
             if not swapped and len(hits) < limit and self._is_being_computed(step, request, len(hits)):
                 passed_over.append(request)
@@ -196,7 +196,8 @@ class Planner:
             spans.append((self.policy_version, num_output))
 
     def _plan_sequence(self, step: Step, request: Request, num_new: int) -> None:
-        """Plans the next `num_new` tokens of a request and, after its last known token, the draws from that row."""
+        """Plans the next `num_new` tokens of a request, and the draws from their rows: of forced tokens that they make
+        known, and of the next token after the last known one."""
         tokens = request.token_ids
         start = request.num_computed_tokens
         end = start + num_new
@@ -208,24 +209,36 @@ class Planner:
         )
         step.requests.append(request)
         step.budget -= num_new
-        if end == len(tokens) and request.max_tokens > 0:
-            self._plan_draw(step, request)
+        if request.max_tokens == 0:
+            return
+        if request.params.forced_token_ids:
+            for position in range(request.num_prompt_tokens + request.num_output_tokens, min(end + 1, len(tokens))):
+                self._plan_draw(step, request, position, position - 1 - start)
+        if end == len(tokens):
+            self._plan_draw(step, request, end)
             if request.siblings:
                 self._plan_forks(step, request)
 
-    def _plan_draw(self, step: Step, request: Request) -> None:
-        banned = request.banned_token_ids if request.params.min_tokens else ()
+    def _plan_draw(self, step: Step, request: Request, position: int, row: int = -1) -> None:
+        """Plans the draw of the token at `position`, from a row of the last sequence."""
+        params = request.params
+        banned = request.banned_token_ids(position) if params.min_tokens else ()
         sequence_index = len(step.plan.sequences) - 1
-        position = len(request.token_ids)
+        forced_token_id = -1
+        if params.forced_token_ids:
+            index = position - request.num_prompt_tokens
+            forced_token_id = params.forced_token_ids[index] if index < len(params.forced_token_ids) else -1
         draw = Draw(
             request.request_id,
             sequence_index,
-            request.params,
+            params,
             request.seed,
             request.sample_index,
             position,
             banned,
             request.sample_state,
+            row,
+            forced_token_id,
         )
         step.plan.draws.append(draw)
         step.drawers.append(request)
@@ -237,7 +250,7 @@ class Planner:
             if num_forks <= 0:
                 break
             if not sibling.is_finished:
-                self._plan_draw(step, sibling)
+                self._plan_draw(step, sibling, sibling.num_tokens)
                 num_forks -= 1
                 step.num_seats -= 1
                 step.num_forks += 1

@@ -12,19 +12,22 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn after a forward pass.
+    """One token to be drawn after a forward pass, from any row of it.
 
-    Several draws may name the same sequence: the forks of a prompt draw their first token from the leader's last row.
+    Several draws may name the same sequence: the forks of a prompt draw their first token from the leader's last row,
+    and tokens that are known in advance are drawn one from each row. Draws are in the order of their rows.
     """
 
     request_id: str  # who gets the token
-    sequence_index: int  # index into SchedulePlan.sequences; the row is that sequence's last scheduled token
+    sequence_index: int  # index into SchedulePlan.sequences
     params: SamplingParams
     seed: int
     sample_index: int
     position: int  # absolute position of the token to be drawn, = number of tokens before it
     banned_token_ids: tuple[int, ...] = ()  # ids with probability zero (min_tokens)
     state: SampleState | None = None  # where the draw depends on the tokens before it (penalties, grammars, …)
+    row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
+    forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
 
 
 @dataclass(frozen=True, slots=True)

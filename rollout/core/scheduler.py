@@ -112,15 +112,19 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r}: the id, or a sibling's, is already in use")
         priority = request.priority if self.config.policy == "priority" else 0
         for member in family:
-            self._requests[member.request_id] = member
-            self._groups.setdefault(member.group_id, {})[member.request_id] = member
-            member.rank = (priority, request.arrival, self._num_added)
-            self._num_added += 1
+            self._register(member, priority)
         self._waiting.add(request)
         if request.max_tokens == 0:  # nothing is drawn, so nothing would ever fork
             siblings, request.siblings = request.siblings, []
             for sibling in siblings:
                 self._waiting.add(sibling)
+
+    def _register(self, request: Request, priority: int) -> None:
+        """Takes a request on the books, behind those of the same priority and arrival; it stands in no queue yet."""
+        self._requests[request.request_id] = request
+        self._groups.setdefault(request.group_id, {})[request.request_id] = request
+        request.rank = (priority, request.arrival, self._num_added)
+        self._num_added += 1
 
     def check_fits(self, request: Request) -> None:
         """Raises `ValueError`, with the numbers, if the request can never run to its end. Queues nothing."""
@@ -220,7 +224,7 @@ class Scheduler:
             else:
                 self.kv.publish(request)
             if first < last:
-                self._take_draws(step.drawers, columns, first, last, outputs)
+                self._take_draws(step.drawers[first:last], columns, first, outputs)
             elif request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
                 self._retire(request, FinishReason.LENGTH, None)
                 outputs.append((request, []))
@@ -236,35 +240,48 @@ class Scheduler:
         return not np.isnan(scores).any()
 
     def _take_draws(
-        self, drawers: list[Request], columns: _Draws, first: int, last: int, outputs: list[tuple[Request, list[int]]]
+        self, drawers: list[Request], columns: _Draws, first: int, outputs: list[tuple[Request, list[int]]]
     ) -> None:
-        """Gives one sequence's draws, `first` to `last`, to those who drew: its request and then its forks."""
-        leader = drawers[first]
+        """Gives one sequence's draws, from `first` on, to those who drew: its request, and then its forks."""
+        leader = drawers[0]
+        known: list[int] = []  # forced tokens, of which this step tells no more than the values in the arrays
+        if leader.params.forced_token_ids:
+            while len(known) < len(drawers) and leader.num_output_tokens < leader.num_known_output_tokens:
+                index = first + len(known)
+                if columns.token_ids[index] == NOT_A_TOKEN:
+                    self._retire_in_error(leader, outputs, known)
+                    return
+                _take_arrays(leader, columns, index)
+                known.append(columns.token_ids[index])
+            if len(known) == len(drawers):  # a chunk that ends among the forced tokens
+                outputs.append((leader, known))
+                return
+            drawers, first = drawers[len(known) :], first + len(known)
         if leader.siblings:
             # Forks take their share of the leader's blocks before any of them can end and give its own back.
-            for sibling in drawers[first + 1 : last]:
+            for sibling in drawers[1:]:
                 if not sibling.is_finished:
                     self._fork(leader, sibling)
             self._pass_on_siblings(leader)
-        for position in range(first, last):
-            request = drawers[position]
+        for index, request in enumerate(drawers, start=first):
             if request.status is not _RUNNING:
                 continue
-            token_id = columns.token_ids[position]
+            token_id = columns.token_ids[index]
+            new = known if request is leader else _copy_arrays(leader, request)
             if token_id == NOT_A_TOKEN:
-                self._retire_in_error(request, outputs)
+                self._retire_in_error(request, outputs, new)
                 continue
-            request.raw_logprobs.append(columns.raw_logprobs[position])
-            request.sampled_logprobs.append(columns.sampled_logprobs[position])
-            request.kept_mass.append(columns.kept_mass[position])
-            request.entropy.append(columns.entropy[position])
+            _take_arrays(request, columns, index)
             self._take_token(request, token_id)
-            outputs.append((request, [token_id]))
+            outputs.append((request, [*new, token_id] if new else [token_id]))
 
-    def _retire_in_error(self, request: Request, outputs: list[tuple[Request, list[int]]]) -> None:
+    def _retire_in_error(
+        self, request: Request, outputs: list[tuple[Request, list[int]]], token_ids: list[int] | None = None
+    ) -> None:
+        """Ends a request whose logits were not numbers, after `token_ids`, which this step has told of."""
         self.kv.withdraw(request)
         self._retire(request, FinishReason.ERROR, None)
-        outputs.append((request, []))
+        outputs.append((request, token_ids or []))
 
     def _take_token(self, request: Request, token_id: int) -> None:
         tokens = request.token_ids
@@ -315,8 +332,9 @@ class Scheduler:
             elif request.num_computed_tokens:  # interrupted between getting its blocks and starting to run
                 self.kv.release(request)
                 request.num_computed_tokens = 0
-            for array in (request.raw_logprobs, request.sampled_logprobs, request.kept_mass, request.entropy):
-                del array[request.num_output_tokens :]
+            num_output = min(request.num_known_output_tokens, *map(len, request.arrays))
+            for array in request.arrays:
+                del array[num_output:]
         queued = (request for request in self._requests.values() if request.request_id not in pending)
         in_order = sorted(queued, key=lambda request: request.rank)
         self._waiting.items = [request for request in in_order if request.status is not _RUNNING]
@@ -406,6 +424,24 @@ class Scheduler:
             assert num_held == num_needed, f"{request.request_id} holds {num_held} blocks and needs {num_needed}"
         else:
             assert num_needed <= num_held <= self.kv.num_blocks_for(num_known)
+
+
+def _take_arrays(request: Request, columns: _Draws, index: int) -> None:
+    """Appends the values of a draw."""
+    request.raw_logprobs.append(columns.raw_logprobs[index])
+    request.sampled_logprobs.append(columns.sampled_logprobs[index])
+    request.kept_mass.append(columns.kept_mass[index])
+    request.entropy.append(columns.entropy[index])
+
+
+def _copy_arrays(leader: Request, sibling: Request) -> list[int]:
+    """Gives a fork the values of the forced tokens that its leader has been told of; returns these tokens."""
+    start, end = sibling.num_output_tokens, sibling.num_known_output_tokens
+    if start == end:
+        return []
+    for own, leading in zip(sibling.arrays, leader.arrays, strict=True):
+        own.extend(leading[start:end])
+    return sibling.token_ids[sibling.num_prompt_tokens + start :]
 
 
 def _has_sampled(request: Request) -> bool:

@@ -53,12 +53,14 @@ def expected_output(request: Request, vocab: int, max_model_len: int) -> list[in
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     ends = request.eos_token_ids | request.stop_token_ids
+    forced = request.params.forced_token_ids or ()
     while len(output) < request.max_tokens and len(tokens) < max_model_len:
         banned = ends if len(output) < request.params.min_tokens else ()
         token_id = next_token(tuple(tokens), request.seed, request.sample_index, vocab, sorted(banned))
+        token_id = forced[len(output)] if len(output) < len(forced) else token_id
         tokens.append(token_id)
         output.append(token_id)
-        if token_id in ends:
+        if token_id in ends and len(output) >= max(len(forced), request.params.min_tokens + 1):
             break
     return output
 
@@ -172,12 +174,16 @@ class FakeRunner:
     def _draw(self, plan: SchedulePlan, prefixes: list[Prefix]) -> StepResult:
         rows: list[tuple[int, float]] = []
         for draw in plan.draws:
-            prefix = prefixes[draw.sequence_index]
+            sequence, whole = plan.sequences[draw.sequence_index], prefixes[draw.sequence_index]
+            assert -1 <= draw.row < len(sequence.token_ids)
+            prefix = whole if draw.row == -1 else whole[: sequence.start + draw.row + 1]
             assert draw.position == len(prefix), "a draw names another position than its row's"
             if self.poisoned(draw):
                 rows.append((-1, float("nan")))
                 continue
             token_id = next_token(prefix, draw.seed, draw.sample_index, self.vocab, draw.banned_token_ids)
+            token_id = draw.forced_token_id if draw.forced_token_id >= 0 else token_id
+            assert whole[draw.position :][:1] in ((), (token_id,)), "a known token is drawn, and not forced"
             rows.append((token_id, fake_logprob(prefix, token_id)))
         scores: dict[str, np.ndarray] = {}
         for sequence, prefix in zip(plan.sequences, prefixes, strict=True):
