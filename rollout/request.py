@@ -138,7 +138,9 @@ class Request:
 
     def banned_token_ids(self, position: int) -> tuple[int, ...]:
         """Ids that may not be drawn as the token at `position`: those that would end the request, before `min_tokens`
-        is reached."""
+        is reached. Where the output has a grammar its masks say so, since there may be nothing else to draw."""
+        if self.params.structured_outputs is not None:
+            return ()
         if position - len(self.prompt_token_ids) >= self.params.min_tokens:
             return ()
         return tuple(sorted(self.eos_token_ids | self.stop_token_ids))

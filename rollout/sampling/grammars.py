@@ -195,8 +195,7 @@ class Grammars:
             if index not in masks.failures:
                 self._place_ends(row.view(np.uint32), draw)
                 if not row.any():
-                    error = self._position(draw).matcher.get_error()
-                    masks.failures[index] = _reason(draw, error or "the vocabulary has no token that could come next")
+                    masks.failures[index] = _reason(draw, _why_nothing_comes(self._position(draw).matcher))
 
     def _within_vocabulary(self, words: np.ndarray) -> np.ndarray:
         """The first words, with no bit set from the model's vocabulary size on, or at the tokenizer's own end."""
@@ -241,6 +240,13 @@ def _reason(draw: Draw, problem: str) -> str:
     return f"structured_outputs.{kind_of(draw.params.structured_outputs)}: {problem}"
 
 
+def _why_nothing_comes(matcher: LLMatcher) -> str:
+    error = matcher.get_error().partition("\n")[0]
+    if not error or error.startswith("NoExtension"):
+        return "the vocabulary has no token that could come next"
+    return error
+
+
 def _read_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[LLTokenizer, int]:
     """The tokenizer as llguidance has it, with one more token, which stands for the end of a grammar, and its id.
 
@@ -253,6 +259,7 @@ def _read_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tupl
     own.no_truncation()
     own.add_special_tokens([AddedToken(_END_OF_GRAMMAR, special=True, normalized=False)])
     end_id = own.token_to_id(_END_OF_GRAMMAR)
+    assert end_id is not None
     try:
         read = LLTokenizer(own.to_str(), n_vocab=max(end_id + 1, vocab_size), eos_token=end_id)
     except ValueError as error:

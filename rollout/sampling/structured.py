@@ -41,7 +41,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         # One regular expression for all of them: where one text is the beginning of another, both stay possible.
         return _regex_grammar("|".join(map(_literal, params.choice)))
     assert params.grammar is not None
-    return _context_free(params.grammar)
+    return _context_free(params.grammar, params)
 
 
 def kind_of(params: StructuredOutputsParams) -> str:
@@ -117,13 +117,13 @@ def _regex_grammar(regex: str) -> str:
     return _lark_grammar(f"start: /{regex_to_lark(regex, use_ascii='')}/")
 
 
-def _context_free(grammar: str) -> str:
+def _context_free(grammar: str, params: StructuredOutputsParams) -> str:
     if not _GBNF_RULE.search(grammar):
         return _lark_grammar(grammar)
     try:
         return _lark_grammar(grammar_from("gbnf", grammar))
     except ValueError as error:
-        raise ValueError(f"structured_outputs.grammar is not valid: {error}") from error
+        fail(params, str(error))
 
 
 def _lark_grammar(lark: str) -> str:
