@@ -24,7 +24,7 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+    __slots__ = ("completed", "entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -32,6 +32,7 @@ class _Draws:
         self.sampled_logprobs: list[float] = result.sampled_logprobs.tolist()
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
+        self.completed = result.completed
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -296,6 +297,8 @@ class Scheduler:
                 continue
             _take_arrays(request, columns, index)
             self._take_token(request, token_id)
+            if columns.completed and index in columns.completed:
+                self._retire(request, FinishReason.STOP, columns.completed[index])
             outputs.append((request, [*new, token_id] if new else [token_id]))
 
     def _retire_in_error(
