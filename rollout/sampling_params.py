@@ -27,9 +27,6 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None,),
     "allowed_token_ids": (None,),
     "bad_words": ((),),
-    "logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logprob_token_ids": (None,),
     "logits_processors": (None,),
     "thinking_token_budget": (None,),
 }
@@ -97,6 +94,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the argmax is taken instead of a draw."""
         return self.temperature == 0.0
+
+    @property
+    def wants_top_logprobs(self) -> bool:
+        """Whether each sampled token comes with its rank, the most likely tokens, or tokens that were named."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def looks_at_tokens(self) -> bool:

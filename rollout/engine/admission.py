@@ -56,17 +56,32 @@ class Admission:
         outside = tokens_outside(params, vocab_size)
         if outside is not None:
             return outside
+        too_many = self.too_many_logprobs(params)
+        if too_many is not None:
+            return too_many
         if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
         return None if params.structured_outputs is None else self._grammar_problem(params)
 
     def _grammar_problem(self, params: SamplingParams) -> str | None:
-        if self._tokenizer is None:
+        if self._detokenizer is None:
             return "structured_outputs needs a tokenizer, and the model's folder has none"
         try:
             self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)
         except ValueError as error:
             return str(error)
+        return None
+
+    def too_many_logprobs(self, params: SamplingParams) -> str | None:
+        """Why the engine returns fewer logprobs a token than these parameters ask for, in a sentence."""
+        limit = self._engine.config.max_logprobs
+        if limit == -1:
+            return None
+        for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            asked = self._engine.vocab_size if count == -1 else count or 0
+            if asked > limit:
+                every = f", all {asked} tokens," if count == -1 else ""
+                return f"{field}={count}{every} is more than the engine's max_logprobs={limit}: configure a larger one"
         return None
 
     def admit(
@@ -137,7 +152,7 @@ class Admission:
                 priority=priority,
                 arrival=number,
                 cache_salt=prompt.cache_salt,
-                scores_prompt=scores,
+                scores_prompt=scores or params.prompt_logprobs is not None,
                 lora_request=None if adapter is None else adapter.request,
                 adapter_slot=-1 if adapter is None else adapter.slot,
                 adapter_key=None if adapter is None else adapter.key,
@@ -151,7 +166,10 @@ class Admission:
         """Hands requests to the engine, all or none."""
         self._engine.add(requests[0] for _, requests in families)
         receipt = self._engine.receipt
-        groups = [Group.of(prompt, requests, receipt, self._detokenizer, streams) for prompt, requests in families]
+        mode = self._engine.config.logprobs_mode
+        groups = [
+            Group.of(prompt, requests, receipt, self._detokenizer, mode, streams) for prompt, requests in families
+        ]
         for group in groups:
             self._delivery.groups[group.group_id] = group
         return groups

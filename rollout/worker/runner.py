@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 import rollout_kernels
-from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult
+from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult, TopLogprobs, join
 from rollout.models.causal_lm import CausalLM
 from rollout.sampling.sampler import sample_rows
+from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -84,7 +85,7 @@ class Runner:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
 
     def _forward(self, sequences: list[ScheduledSequence], wanted: np.ndarray | None) -> torch.Tensor:
-        """Final hidden states of every scheduled token, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
+        """Final hidden states of every scheduled token, [T, hidden], or of the last `wanted[i]` of sequence i."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
         counts = np.asarray(lengths, np.int64)
@@ -118,9 +119,7 @@ class Runner:
         hidden = self.model(ids, places, batch)
         return hidden if len(hidden) == len(last_rows) else hidden[last]
 
-    def _draw(
-        self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, rows_from_end: list[int]
-    ) -> StepResult:
+    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, rows_from_end: list[int]) -> StepResult:
         """Draws of the plan: draw i from row `rows_from_end[i]`, counted from the end, of its sequence's rows of
         `hidden`, which end at `ends`. Many rows are drawn from in several goes, so that few logits exist at once."""
         draws = plan.draws
@@ -143,7 +142,9 @@ class Runner:
         token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
-        return StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result = StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result.top_logprobs = top_logprobs_of_draws(logits, draws, rows, token_ids, self.inputs)
+        return result
 
     def _score(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, result: StepResult) -> None:
         for index, sequence in enumerate(plan.sequences):
@@ -151,12 +152,20 @@ class Runner:
             if not targets:
                 continue
             first = int(ends[index]) - len(sequence.token_ids)
-            scores = np.empty(len(targets), np.float32)
+            scores: list[np.ndarray] = []
+            top: list[TopLogprobs] = []
             for start in range(0, len(targets), _SCORE_ROWS):
                 (ids,) = self.inputs.send([np.array(targets[start : start + _SCORE_ROWS], np.int64)])
                 logits = self.model.compute_logits(hidden[first + start : first + start + len(ids)])
-                scores[start : start + len(ids)] = rollout_kernels.token_logprobs(logits, ids).cpu().numpy()
-            result.prompt_logprobs[sequence.request_id] = scores
+                if sequence.num_top_logprobs is None:
+                    scores.append(rollout_kernels.token_logprobs(logits, ids).cpu().numpy())
+                else:
+                    most_likely, logprobs = top_logprobs_of_targets(logits, ids, sequence.num_top_logprobs)
+                    top.append(most_likely)
+                    scores.append(logprobs)
+            result.prompt_logprobs[sequence.request_id] = np.concatenate(scores)
+            if top:
+                result.prompt_top_logprobs[sequence.request_id] = join(top)
 
 
 def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:

@@ -179,7 +179,6 @@ def test_unsupported_parameters_are_refused_by_name() -> None:
         "repetition_penalty": 1.1,
         "logit_bias": {3: 1.0},
         "bad_words": ["x"],
-        "prompt_logprobs": 1,
         "structured_outputs": StructuredOutputsParams(json={}),
     }.items():
         with pytest.raises(ValueError, match=f"{field}=.*not supported yet"):

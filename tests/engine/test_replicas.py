@@ -417,7 +417,7 @@ def test_a_request_is_sent_whole() -> None:
     leader.siblings = [Request(**{**given, "request_id": "7-1", "sample_index": 4})]
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
-    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state"}
+    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "top_logprobs", "prompt_top_logprobs"}
     refused = {"lora_request", "adapter_slot", "adapter_key"}
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused

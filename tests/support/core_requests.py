@@ -22,10 +22,20 @@ def make_family(
     seed: int = 0,
     min_tokens: int = 0,
     forced: Sequence[int] | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     **fields: Any,
 ) -> list[Request]:
     """The `n` requests `name/0`, `name/1`, … of group `name`; the first leads the others."""
-    params = SamplingParams(n=n, max_tokens=max(max_tokens, 1), min_tokens=min_tokens, forced_token_ids=forced)
+    params = SamplingParams(
+        n=n,
+        max_tokens=max(max_tokens, 1),
+        min_tokens=min_tokens,
+        forced_token_ids=forced,
+        logprobs=logprobs,
+        logprob_token_ids=None if logprobs is None else [0] * (logprobs % 2),
+        prompt_logprobs=prompt_logprobs,
+    )
     family = [
         Request(
             request_id=f"{name}/{index}",
