@@ -17,7 +17,7 @@ from rollout_kernels.dispatch import backend_for, current_setting
 from rollout_kernels.int8 import Int8Weight, empty_int8_weight
 from rollout_kernels.kv_cache import KVCache, kv_cache_shapes, kv_scale_shape
 from rollout_kernels.reference.reduce import accumulation_dtype
-from rollout_kernels.results import SampleArguments, SampleResult
+from rollout_kernels.results import SampleArguments, SampleResult, TopLogprobsResult
 
 __all__ = [
     "copy_and_fingerprint",
@@ -43,6 +43,7 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "token_logprobs",
+    "top_logprobs",
     "varlen_attention",
     "write_kv",
 ]
@@ -350,6 +351,9 @@ def sample(
     position: torch.Tensor,
     row_index: torch.Tensor | None = None,
     banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    adjusted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    allowed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    forced: torch.Tensor | None = None,
 ) -> SampleResult:
     """Draws tokens from logits float32 [rows, V]; every other argument has one value a draw (see `SampleArguments`).
 
@@ -357,11 +361,22 @@ def sample(
     (probability descending, id ascending), the tokens before which less than top_p of the rest's mass lies; min-p then
     keeps what reaches min_p times the largest probability. The token is argmax p_i / E_i with E_i = -log(1 - u_i) and
     u_i = (noise_bits + 0.5) / 2^32: a pure function of the row and the draw's numbers. Temperature 0 takes the largest
-    logit, the lowest id among equals. Banned ids have probability 0. See `SampleResult` for what comes back.
-    Raises `ValueError` naming the argument and the draw for a value out of range.
+    logit, the lowest id among equals.
+
+    Banned ids, and ids that are not allowed, have probability 0. An adjusted row (the logits after penalties and
+    biases; -inf is a token without mass) takes the place of the draw's logits in all of this but `raw_logprobs`. A
+    forced token is reported on in place of a draw. See `SampleResult` for what comes back.
+
+    Raises `ValueError` naming the argument and the draw for a value out of range. On a GPU, where nothing looks back, a
+    draw with such a value draws nothing, and an id outside the vocabulary is not banned.
     """
     arguments = SampleArguments(
-        temperature, top_k, top_p, min_p, seed, sample_index, position, row_index=row_index, banned=banned
+        *(temperature, top_k, top_p, min_p, seed, sample_index, position),
+        row_index=row_index,
+        banned=banned,
+        adjusted=adjusted,
+        allowed=allowed,
+        forced=forced,
     )
     checks.sample(logits, arguments)
     return backend_for(logits).sample(logits, arguments)
@@ -397,6 +412,27 @@ def token_logprobs_and_entropy(
 def _temperature(temperature: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
     """As the pair (one a row, one for all) of which the operations read the first that is there."""
     return (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
+
+
+def top_logprobs(
+    logits: torch.Tensor,
+    num_top: int,
+    token_ids: torch.Tensor,
+    row_index: torch.Tensor | None = None,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> TopLogprobsResult:
+    """The `num_top` (0 to V) largest log-probabilities of each of D rows of logits float32 [rows, V], with their ids.
+
+    Draw d looks at row `row_index[d]` (int64 [D]; None: row d). `token_ids` (int64 [D]) names a token for each, -1
+    none, whose log-probability and rank come back; `chosen` (int32 [D + 1] offsets into int32 ids [C]) names more, for
+    their log-probabilities alone. See `TopLogprobsResult`.
+
+    Raises `ValueError` naming the argument and the draw for a value out of range (on a GPU, where nothing looks back,
+    it gives NaN), and where a gradient is wanted, since there is none.
+    """
+    checks.top_logprobs(logits, num_top, token_ids, row_index, chosen)
+    _refuse_grad("top_logprobs", logits)
+    return backend_for(logits).top_logprobs(logits, num_top, token_ids, row_index, chosen)
 
 
 def linear_token_logprobs(

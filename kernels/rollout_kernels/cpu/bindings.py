@@ -26,12 +26,44 @@ class CSampleArguments(ctypes.Structure):
         ("row_index", c_void_p),
         ("banned_start", c_void_p),
         ("banned_ids", c_void_p),
+        ("adjusted", c_void_p),
+        ("adjusted_stride", c_int64),
+        ("num_adjusted", c_int64),
+        ("adjusted_index", c_void_p),
+        ("allowed", c_void_p),
+        ("allowed_stride", c_int64),
+        ("num_allowed", c_int64),
+        ("allowed_index", c_void_p),
+        ("forced", c_void_p),
         ("token_ids", c_void_p),
         ("raw_logprobs", c_void_p),
         ("sampled_logprobs", c_void_p),
         ("kept_mass", c_void_p),
         ("entropy", c_void_p),
         ("status", c_void_p),
+        ("num_kept", c_void_p),
+    ]
+
+
+class CTopArguments(ctypes.Structure):
+    """Mirrors `TopArguments` of `csrc/top_logprobs.cpp`."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("row_stride", c_int64),
+        ("vocab_size", c_int64),
+        ("num_draws", c_int64),
+        ("num_rows", c_int64),
+        ("num_top", c_int64),
+        ("token_ids", c_void_p),
+        ("row_index", c_void_p),
+        ("chosen_start", c_void_p),
+        ("chosen_ids", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+        ("chosen_logprobs", c_void_p),
     ]
 
 
@@ -42,6 +74,7 @@ _CODES: dict[str, Any] = {
     "f": c_float,
     "u": c_uint64,
     "S": POINTER(CSampleArguments),
+    "T": POINTER(CTopArguments),
     "-": None,
 }
 
@@ -69,6 +102,7 @@ SIGNATURES = {
     "rk_noise_bits": ("-", "lll p p l"),
     "rk_token_logprobs": ("l", "pl p p f p p ll"),
     "rk_token_logprobs_backward": ("-", "pl p p f p p i ll"),
+    "rk_top_logprobs": ("l", "T"),
     "rk_replay": ("l", "ppp l p"),
     "rk_fingerprint": ("u", "p lll"),
     "rk_copy_and_fingerprint": ("u", "pi pi ll"),

@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 
-from rollout_kernels.cpu.bindings import CSampleArguments, bind
+from rollout_kernels.cpu.bindings import CSampleArguments, CTopArguments, bind
 from rollout_kernels.cpu.build import load_library
-from rollout_kernels.errors import adapter_error, draw_error, logprob_error, position_error, slot_error, token_error
+from rollout_kernels.errors import (
+    adapter_error,
+    draw_error,
+    logprob_error,
+    position_error,
+    slot_error,
+    token_error,
+    top_logprob_error,
+)
 from rollout_kernels.int8 import Int8Weight, scratch_row_bytes
 from rollout_kernels.kv_cache import TILE, KVCache
-from rollout_kernels.results import SampleArguments, SampleResult
+from rollout_kernels.results import SampleArguments, SampleResult, TopLogprobsResult
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1}
 _KV_DTYPE = _DTYPE | {torch.int8: 2}
@@ -54,6 +62,7 @@ class CpuKernels:
         self._noise_bits = functions["noise_bits"]
         self._token_logprobs = functions["token_logprobs"]
         self._token_logprobs_backward = functions["token_logprobs_backward"]
+        self._top_logprobs = functions["top_logprobs"]
         self._fingerprint = functions["fingerprint"]
         self._copy_and_fingerprint = functions["copy_and_fingerprint"]
 
@@ -349,19 +358,22 @@ class CpuKernels:
         draws = arguments.temperature.shape[0]
         raw, sampled, mass, entropy = torch.empty((4, draws), dtype=torch.float32).unbind()
         token_ids, status = torch.empty(draws, dtype=torch.int64), torch.empty(draws, dtype=torch.uint8)
-        result = SampleResult(token_ids, raw, sampled, mass, entropy, status)
+        num_kept = torch.empty(draws, dtype=torch.int32)
+        result = SampleResult(token_ids, raw, sampled, mass, entropy, status, num_kept)
         start, ids = arguments.banned or (None, None)
         c_arguments = CSampleArguments(
             *(logits.data_ptr(), logits.stride(0), logits.shape[1], draws, logits.shape[0]),
             *(arguments.temperature.data_ptr(), arguments.top_k.data_ptr(), arguments.top_p.data_ptr()),
             *(arguments.min_p.data_ptr(), arguments.seed.data_ptr(), arguments.sample_index.data_ptr()),
             *(arguments.position.data_ptr(), _pointer(arguments.row_index), _pointer(start), _pointer(ids)),
+            *(*_indexed_rows(arguments.adjusted), *_indexed_rows(arguments.allowed), _pointer(arguments.forced)),
             *(result.token_ids.data_ptr(), result.raw_logprobs.data_ptr(), result.sampled_logprobs.data_ptr()),
             *(result.kept_mass.data_ptr(), result.entropy.data_ptr(), result.status.data_ptr()),
+            num_kept.data_ptr(),
         )
         bad = self._sample(ctypes.byref(c_arguments))
         if bad:
-            raise draw_error(arguments, bad // 8 - 1, bad % 8)
+            raise draw_error(arguments, bad // 16 - 1, bad % 16)
         return result
 
     def noise_bits(self, seed: int, sample_index: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
@@ -401,6 +413,35 @@ class CpuKernels:
         )
         return out
 
+    def top_logprobs(
+        self,
+        logits: torch.Tensor,
+        num_top: int,
+        token_ids: torch.Tensor,
+        row_index: torch.Tensor | None,
+        chosen: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> TopLogprobsResult:
+        self._follow_torch()
+        draws, (num_rows, size) = token_ids.shape[0], logits.shape
+        start, ids = chosen or (None, None)
+        result = TopLogprobsResult(
+            top_ids=torch.empty((draws, num_top), dtype=torch.int32),
+            top_logprobs=torch.empty((draws, num_top), dtype=torch.float32),
+            logprobs=torch.empty(draws, dtype=torch.float32),
+            ranks=torch.empty(draws, dtype=torch.int32),
+            chosen_logprobs=torch.empty(0 if ids is None else ids.shape[0], dtype=torch.float32),
+        )
+        arguments = CTopArguments(
+            *(logits.data_ptr(), logits.stride(0), size, draws, num_rows, num_top, token_ids.data_ptr()),
+            *(_pointer(row_index), _pointer(start), _pointer(ids), result.top_ids.data_ptr()),
+            *(result.top_logprobs.data_ptr(), result.logprobs.data_ptr(), result.ranks.data_ptr()),
+            result.chosen_logprobs.data_ptr(),
+        )
+        bad = self._top_logprobs(ctypes.byref(arguments))
+        if bad:
+            raise top_logprob_error(token_ids, row_index, bad // 4 - 1, bad % 4, num_rows, size)
+        return result
+
     def fingerprint(self, tensor: torch.Tensor) -> int:
         self._follow_torch()
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
@@ -433,6 +474,14 @@ def _kv_dtype(cache: KVCache) -> int:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _indexed_rows(pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[int | None, int, int, int | None]:
+    """Rows, their stride and number, and the index of each draw, as `sample` takes them."""
+    if pair is None:
+        return None, 0, 0, None
+    rows, index = pair
+    return rows.data_ptr(), rows.stride(0), rows.shape[0], index.data_ptr()
 
 
 def _temperature(temperature: float | torch.Tensor) -> tuple[int | None, float]:
