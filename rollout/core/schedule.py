@@ -24,7 +24,7 @@ class Draw:
     sample_index: int
     position: int  # absolute position of the token to be drawn, = number of tokens before it
     banned_token_ids: tuple[int, ...] = ()  # ids with probability zero (min_tokens)
-    state: SampleState | None = None  # where the draw depends on the tokens before it (penalties, grammars, …)
+    state: SampleState | None = None  # where the draw takes more than this (penalties, masks, processors, grammars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class StepResult:
     sampled_logprobs: np.ndarray  # float32 [num_draws], of the distribution that was drawn from
     kept_mass: np.ndarray  # float32 [num_draws], tempered probability mass that the filters kept
     entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
+    failures: dict[int, str] = field(default_factory=dict)  # index of the draw -> why it has no token
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
     # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it

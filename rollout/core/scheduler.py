@@ -23,7 +23,7 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+    __slots__ = ("entropy", "failures", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -31,6 +31,7 @@ class _Draws:
         self.sampled_logprobs: list[float] = result.sampled_logprobs.tolist()
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
+        self.failures = result.failures
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -252,7 +253,7 @@ class Scheduler:
                 continue
             token_id = columns.token_ids[position]
             if token_id == NOT_A_TOKEN:
-                self._retire_in_error(request, outputs)
+                self._retire_in_error(request, outputs, columns.failures.get(position))
                 continue
             request.raw_logprobs.append(columns.raw_logprobs[position])
             request.sampled_logprobs.append(columns.sampled_logprobs[position])
@@ -261,9 +262,11 @@ class Scheduler:
             self._take_token(request, token_id)
             outputs.append((request, [token_id]))
 
-    def _retire_in_error(self, request: Request, outputs: list[tuple[Request, list[int]]]) -> None:
+    def _retire_in_error(
+        self, request: Request, outputs: list[tuple[Request, list[int]]], why: str | None = None
+    ) -> None:
         self.kv.withdraw(request)
-        self._retire(request, FinishReason.ERROR, None)
+        self._retire(request, FinishReason.ERROR, why)
         outputs.append((request, []))
 
     def _take_token(self, request: Request, token_id: int) -> None:

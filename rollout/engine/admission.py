@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
 from rollout.engine.interface import Engine
+from rollout.engine.text_checks import TextChecks
 from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest
 from rollout.outputs import RequestOutput
@@ -39,6 +40,8 @@ class Admission:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._numbers = itertools.count()
+        config = engine.config
+        self._text = TextChecks(tokenizer, engine.vocab_size, config.reasoning_start, config.reasoning_end)
 
     def problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
         """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
@@ -57,7 +60,7 @@ class Admission:
             return outside
         if params.stop_strings and self._tokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
-        return None
+        return self._text.problem(params)
 
     def admit(
         self,

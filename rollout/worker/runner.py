@@ -9,7 +9,9 @@ import torch
 
 import rollout_kernels
 from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
+from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
+from rollout.sampling.adjust import Adjuster
 from rollout.sampling.sampler import sample_rows
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import DecodePrograms
@@ -32,6 +34,7 @@ class Runner:
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
     decode_graphs: DecodeGraphs | None = None  # the same for Triton's kernels; at most one of the two
     inputs: StepInputs = field(default_factory=DirectInputs)
+    adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
 
     @property
     def tiles_per_block(self) -> int:
@@ -127,11 +130,18 @@ class Runner:
 
     def _sample(self, plan: SchedulePlan, logits: torch.Tensor, rows: list[int]) -> StepResult:
         """One token for each draw of the plan, from row `rows[i]` of the logits."""
-        sampled = sample_rows(logits, plan.draws, rows, self.inputs)
+        adjustment = None
+        if any(draw.state is not None for draw in plan.draws):
+            assert self.adjuster is not None, "draws have parameters that change logits"
+            adjustment = self.adjuster.adjust(logits, plan.draws, rows, self.inputs)
+        sampled = sample_rows(logits, plan.draws, rows, self.inputs, adjustment)
         token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
-        return StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result = StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        if NOT_A_TOKEN in token_ids:
+            result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
+        return result
 
     def _score(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, result: StepResult) -> None:
         for index, sequence in enumerate(plan.sequences):
@@ -154,6 +164,15 @@ def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:
     for row, sequence in zip(tables, sequences, strict=True):
         row[: len(sequence.block_ids)] = sequence.block_ids
     return tables
+
+
+def _why_not_drawn(status: torch.Tensor) -> dict[int, str]:
+    """Why draws have no token, by their index."""
+    reasons = {
+        rollout_kernels.STATUS_NOT_NUMBERS: "the logits are not numbers",
+        rollout_kernels.STATUS_NOTHING_LEFT: "no token was left to draw",
+    }
+    return {index: reasons[code] for index, code in enumerate(status.tolist()) if code in reasons}
 
 
 def _empty_result() -> StepResult:
