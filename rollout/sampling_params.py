@@ -24,9 +24,6 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
-    "structured_outputs": (None,),
-    "spaces_between_special_tokens": (True,),
-    "forced_token_ids": (None,),
 }
 
 

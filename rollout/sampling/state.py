@@ -23,8 +23,10 @@ class SampleState:
 
     token_ids: list[int]
     num_prompt_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()  # the request's
+    stop_token_ids: frozenset[int] = frozenset()
     tables: Tables | None = None  # what the parameters say, made once
     counts: TokenCounts | None = None  # for penalties
     tail: Tail | None = None  # for bad words
     thinking: ThinkingBudget | None = None
-    grammar: Any = None  # the position in a grammar; see `rollout.sampling.structured`
+    grammar: Any = None  # the position in a grammar, see `rollout.sampling.grammars`

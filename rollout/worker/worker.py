@@ -26,6 +26,7 @@ from rollout.models.loader import (
 from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
+from rollout.sampling.grammars import Grammars
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -110,6 +111,11 @@ class Worker:
         tokenizer = find_tokenizer(self.config.tokenizer, self.folder)
         assert tokenizer is not None, "a request that needs a tokenizer was admitted, and there is none"
         return tokenizer
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars (`structured_outputs`) and makes their masks; itself made when the first of them comes."""
+        return Grammars(self.tokenizer, self.model.shape.vocab_size, torch.get_num_threads())
 
     @property
     def _on_gpu(self) -> bool:
