@@ -300,7 +300,7 @@ def test_a_text_that_the_vocabulary_cannot_write_does_not_come(tmp_path: Path) -
     tokenizer = find_tokenizer(None, tmp_path)
     assert tokenizer is not None
     grammars = Grammars(tokenizer, 131, 1)
-    a = tokenizer.convert_tokens_to_ids("a")
+    a = tokenizer.get_vocab()["a"]
     masks = grammars.masks({0: make_draw(StructuredOutputsParams(choice=["\u4e00"]), [])})
     assert masks.failures == {0: "structured_outputs.choice: the vocabulary has no token that could come next"}
     longer = StructuredOutputsParams(choice=["a", "a\u4e00"])
