@@ -12,7 +12,7 @@ from rollout.core.kv_manager import KVManager
 from rollout.core.planner import Planner, SchedulerConfig, Step
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import SchedulePlan, SchedulerStats, StepResult
-from rollout.core.stop import NOT_A_TOKEN, check_stop
+from rollout.core.stop import NOT_A_TOKEN, REPETITION_DETECTED, check_stop, ends_in_repetition
 from rollout.request import FinishReason, Request, RequestStatus
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -302,6 +302,12 @@ class Scheduler:
         )
         if verdict is not None:
             self._retire(request, *verdict)
+            return
+        detection = request.params.repetition_detection
+        if detection is not None and ends_in_repetition(
+            tokens, request.num_output_tokens, request.params.min_tokens, detection
+        ):
+            self._retire(request, FinishReason.REPETITION, REPETITION_DETECTED)
 
     def _fork(self, leader: Request, sibling: Request) -> None:
         self.kv.fork(leader, sibling)
