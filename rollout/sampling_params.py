@@ -32,7 +32,6 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None,),
     "logits_processors": (None,),
     "thinking_token_budget": (None,),
-    "spaces_between_special_tokens": (True,),
 }
 
 

@@ -106,3 +106,4 @@ class SchedulerStats:
     prefix_cache_hits: int = 0  # prompt tokens found since start
     num_slots_allocated: int = 0  # KV slots of blocks in use now, each block counted once
     num_slots_used: int = 0  # of these, slots that hold a token's KV
+    num_beam_tokens: int = 0  # sampled by beam searches since start: one a beam and step

@@ -615,6 +615,9 @@ class EngineCore:
 
     def _take_version(self, version: int) -> None:
         assert self._pause is not None
+        for search in self.scheduler.begun_beam_searches():
+            self.scheduler.finish(search, FinishReason.ABORT, "a policy update has begun")
+            self._ended_between_steps.append((search, []))
         self._bind_adapters()
         keep = self._pause.mode == "keep"
         if not keep:

@@ -230,7 +230,8 @@ class EngineReplicas:
 
     def _place(self, request: Request, rank: int, leader: Request) -> int:
         handle = next(self._numbers)
-        work = request.max_tokens + (request.num_prompt_tokens if request is leader else 0)
+        width = 1 if request.beam_options is None else request.beam_options.width
+        work = request.max_tokens * width + (request.num_prompt_tokens if request is leader else 0)
         request.policy_version = self.policy_version
         self._requests[handle], self._places[handle] = request, _Place(rank, work)
         self._handles[request.request_id] = [handle]
