@@ -87,7 +87,7 @@ def test_an_output_that_has_stopped_has_its_form_whatever_the_logits_prefer(llm:
     params = SamplingParams(
         n=3,
         seed=5,
-        max_tokens=150,
+        max_tokens=600 if biased == "white space" else 150,
         structured_outputs=structured,
         stop_token_ids=stops,
         logit_bias=dict.fromkeys(preferred, 100.0) or None,
@@ -102,7 +102,7 @@ def test_an_output_that_has_stopped_has_its_form_whatever_the_logits_prefer(llm:
         else:
             assert completion.finish_reason == "length"
         assert not {*EOS, *stops} & set(completion.token_ids[:-1])
-    if biased in ("eos", "stops") or (form in ("choice", "regex", "json") and biased != "letters"):
+    if biased != "letters" and (form in ("choice", "regex", "json") or (form == "grammar" and biased != "nothing")):
         assert stopped == 3
 
 
@@ -114,7 +114,7 @@ def test_an_output_that_was_cut_is_the_beginning_of_a_whole_one(llm: LLM, form: 
     whole = SamplingParams(seed=3, max_tokens=300, temperature=0.7, structured_outputs=structured, logit_bias=bias)
     long = llm.generate(PROMPT, whole)[0].outputs[0]
     assert long.finish_reason == "stop" and has_form(text_of(llm, long.token_ids[:-1]))
-    for max_tokens in range(1, len(long.token_ids)):
+    for max_tokens in sorted({1, 2, len(long.token_ids) - 1, *range(3, len(long.token_ids) - 1, 7)}):
         short = llm.generate(PROMPT, replace(whole, max_tokens=max_tokens))[0].outputs[0]
         assert (short.finish_reason, short.token_ids) == ("length", long.token_ids[:max_tokens])
 
@@ -124,7 +124,7 @@ def test_without_eos_a_sample_ends_by_itself_where_nothing_can_follow(llm: LLM, 
     # case SO-01
     structured, has_form = FORMS[form]
     letters = dict.fromkeys(ids_of(llm, list("abcxyz")), 20.0)  # after the end, too
-    params = SamplingParams(n=4, seed=2, max_tokens=200, structured_outputs=structured, ignore_eos=True)
+    params = SamplingParams(n=4, seed=2, max_tokens=90, structured_outputs=structured, ignore_eos=True)
     for bias in (None, letters, dict.fromkeys(EOS, 100.0)):
         outputs = llm.generate(PROMPT, replace(params, logit_bias=bias))[0].outputs
         for completion in outputs:
@@ -132,7 +132,7 @@ def test_without_eos_a_sample_ends_by_itself_where_nothing_can_follow(llm: LLM, 
             if completion.finish_reason == "stop":
                 assert completion.stop_reason is None and has_form(completion.text)
             else:
-                assert (completion.finish_reason, len(completion.token_ids)) == ("length", 200)
+                assert (completion.finish_reason, len(completion.token_ids)) == ("length", 90)
     stopped = [output.finish_reason == "stop" for output in llm.generate(PROMPT, params)[0].outputs]
     assert all(stopped) if form in ("json", "choice", "regex") else True
 
@@ -188,7 +188,7 @@ def test_choices_come_as_often_as_their_renormalised_tokens_say(llm: LLM, folder
         expected[path] = np.prod(
             [row[token] / row[sorted(place)].sum() for row, token, place in zip(rows, path, places, strict=True)]
         )
-    assert len(expected) > 20 and sum(expected.values()) == pytest.approx(1.0, abs=1e-5)
+    assert len(expected) == 20 and sum(expected.values()) == pytest.approx(1.0, abs=1e-5)
     structured = StructuredOutputsParams(choice=CHOICES)
     params = SamplingParams(n=3000, temperature=temperature, max_tokens=8, seed=11, structured_outputs=structured)
     outputs = llm.generate(PROMPT, params)[0].outputs
