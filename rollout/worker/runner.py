@@ -107,7 +107,7 @@ class Runner:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
 
     def _forward(self, sequences: list[ScheduledSequence], wanted: np.ndarray | None) -> torch.Tensor:
-        """Final hidden states of every scheduled token, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
+        """Final hidden states of all scheduled tokens, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
         counts = np.asarray(lengths, np.int64)
