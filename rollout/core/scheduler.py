@@ -32,8 +32,8 @@ class _Draws:
         self.sampled_logprobs: list[float] = result.sampled_logprobs.tolist()
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
-        self.failures = result.failures
         self.completed = result.completed
+        self.failures = result.failures
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -274,7 +274,7 @@ class Scheduler:
             while len(known) < len(drawers) and leader.num_output_tokens < leader.num_known_output_tokens:
                 index = first + len(known)
                 if columns.token_ids[index] == NOT_A_TOKEN:
-                    self._retire_in_error(leader, outputs, known, columns.failures.get(index))
+                    self._retire_in_error(leader, outputs, known)
                     return
                 _take_arrays(leader, columns, index)
                 known.append(columns.token_ids[index])
@@ -309,7 +309,7 @@ class Scheduler:
         token_ids: list[int] | None = None,
         why: str | None = None,
     ) -> None:
-        """Ends a request that has no token to go on with, after `token_ids`, which this step has told of."""
+        """Ends a request that cannot go on, after `token_ids`, which this step has told of."""
         self.kv.withdraw(request)
         self._retire(request, FinishReason.ERROR, why)
         outputs.append((request, token_ids or []))

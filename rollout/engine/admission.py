@@ -61,11 +61,11 @@ class Admission:
             return outside
         if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
-        return self._text.problem(params) or self._grammar_problem(params)
+        if params.structured_outputs is not None and (problem := self._grammar_problem(params)) is not None:
+            return problem
+        return self._text.problem(params)
 
     def _grammar_problem(self, params: SamplingParams) -> str | None:
-        if params.structured_outputs is None:
-            return None
         if self._detokenizer is None:
             return "structured_outputs needs a tokenizer, and the model's folder has none"
         try:

@@ -29,4 +29,4 @@ class SampleState:
     counts: TokenCounts | None = None  # for penalties
     tail: Tail | None = None  # for bad words
     thinking: ThinkingBudget | None = None
-    grammar: Any = None  # the position in a grammar, see `rollout.sampling.grammars`
+    grammar: Any = None  # the position in a grammar, made by the worker that samples; see `rollout.sampling.grammars`

@@ -97,7 +97,9 @@ class Worker:
         adjuster = Adjuster(
             self.model.shape.vocab_size, lambda: self.tokenizer, config.reasoning_start, config.reasoning_end
         )
-        self.runner = Runner(self.model, [], [], config.block_size, inputs=inputs, adjuster=adjuster)
+        self.runner = Runner(
+            self.model, [], [], config.block_size, inputs=inputs, adjuster=adjuster, grammars=lambda: self.grammars
+        )
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
