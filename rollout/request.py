@@ -7,18 +7,24 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollout.core.beam import BeamOptions, BeamResult
 from rollout.lora.request import LoRARequest
 from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV."""
+    """Where a request stands.
+
+    `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV. `PARKED`: a beam that has drawn,
+    and waits for the other beams of its search.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
     SWAPPED = "swapped"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -66,6 +72,7 @@ class Request:
     lora_request: LoRARequest | None = None
     adapter_slot: int = -1  # where its adapter lies, which stays there while the request is unfinished; -1 for none
     adapter_key: str | None = None  # the adapter's name and content, part of every block's hash
+    beam_options: BeamOptions | None = None  # where set, this is a beam search; see `rollout.core.beam_groups`
     forked_from: Request | None = None  # goes on from an output of this one: shares its KV while that runs
     parent: tuple[str, int] | None = None  # group id and sample index of the sample that it was forked from
     branch_position: int = 0  # leading output tokens that it has from there
@@ -88,13 +95,16 @@ class Request:
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
     sample_state: SampleState | None = None  # where draws depend on the tokens before them
+    beam_result: BeamResult | None = None  # of a beam search that has ended
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
         if self.params.looks_at_tokens:
-            self.sample_state = SampleState(self.token_ids, len(self.prompt_token_ids))
+            self.sample_state = SampleState(
+                self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,7 +122,9 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that were drawn, or forced and reported on."""
+        """Tokens that were drawn, or forced and reported on. The values of a beam lie with its search."""
+        if self.beam_options is not None:
+            return self.num_known_output_tokens
         return min(len(self.entropy), len(self.token_ids) - len(self.prompt_token_ids))
 
     @property
@@ -136,7 +148,9 @@ class Request:
 
     def banned_token_ids(self, position: int) -> tuple[int, ...]:
         """Ids that may not be drawn as the token at `position`: those that would end the request, before `min_tokens`
-        is reached."""
+        is reached. Where the output has a grammar its masks say so, since there may be nothing else to draw."""
+        if self.params.structured_outputs is not None:
+            return ()
         if position - len(self.prompt_token_ids) >= self.params.min_tokens:
             return ()
         return tuple(sorted(self.eos_token_ids | self.stop_token_ids))

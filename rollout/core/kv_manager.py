@@ -41,6 +41,11 @@ class KVManager:
         """The request's block table; the caller does not change it."""
         return self._requests[request.request_id].block_ids
 
+    def holds_blocks(self, request: Request) -> bool:
+        """Whether the request has blocks, on the device or on the host."""
+        entry = self._requests.get(request.request_id)
+        return entry is not None and bool(entry.block_ids or entry.host_block_ids)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -62,6 +62,7 @@ class Planner:
         self.kv = kv
         self.running = running
         self.waiting = waiting
+        self.parked = RequestQueue()  # beams that have drawn and hold KV, until their search goes on
         self.policy_version = 0
         self.num_preemptions = 0
         self.num_cache_queries = 0  # prompt tokens looked up at first admissions
@@ -70,10 +71,13 @@ class Planner:
     def plan_step(self) -> Step:
         """Computed tokens catch up with known tokens, as far as budget, seats and blocks reach.
 
-        Running requests come first, then waiting ones, each in order.
+        Running requests come first, then waiting ones, each in order. Where neither can move, parked beams give up
+        their KV, last in order first.
         """
         step = Step(self.config.max_num_batched_tokens, self.config.max_num_seqs - len(self.running))
         if self._schedule_running(step):
+            self._schedule_waiting(step)
+        while not step.plan.sequences and self._drop_parked():
             self._schedule_waiting(step)
         step.plan.num_scheduled_tokens = self.config.max_num_batched_tokens - step.budget
         return step
@@ -89,6 +93,8 @@ class Planner:
             num_new = min(len(request.token_ids) - request.num_computed_tokens, step.budget)
             while not kv.allocate(request, num_new, plan.block_copies):
                 enough = False
+                if self._drop_parked():
+                    continue
                 if running[-1] is request:  # the last one keeps its blocks and sits this step out
                     return False
                 self._preempt(running.pop(), plan)
@@ -107,6 +113,17 @@ class Planner:
         else:
             self.drop_kv(request)
         self.waiting.add(request)
+
+    def _drop_parked(self) -> bool:
+        """Takes the KV of the last parked beam; False where none has any. Its candidates stay: only its children will
+        compute it anew."""
+        if not self.parked.items:
+            return False
+        request = self.parked.items.pop()
+        self.count_preemption(request)
+        self.kv.release(request)
+        request.num_computed_tokens = 0
+        return True
 
     def drop_kv(self, request: Request) -> None:
         """Takes the KV of a request that ran or was swapped out; it recomputes when it runs again."""

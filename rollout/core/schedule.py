@@ -83,6 +83,8 @@ class StepResult:
     sampled_logprobs: np.ndarray  # float32 [num_draws], of the distribution that was drawn from
     kept_mass: np.ndarray  # float32 [num_draws], tempered probability mass that the filters kept
     entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
+    # index of the draw -> stop reason, where its sample ends with this token since its grammar allows no more
+    completed: dict[int, int | None] = field(default_factory=dict)
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
     # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it
@@ -104,3 +106,4 @@ class SchedulerStats:
     prefix_cache_hits: int = 0  # prompt tokens found since start
     num_slots_allocated: int = 0  # KV slots of blocks in use now, each block counted once
     num_slots_used: int = 0  # of these, slots that hold a token's KV
+    num_beam_tokens: int = 0  # sampled by beam searches since start: one a beam and step

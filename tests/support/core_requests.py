@@ -12,7 +12,6 @@ from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import Request
 from rollout.sampling_params import SamplingParams
 
-
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 INHERITED = ("params", "seed", "max_tokens", "eos_token_ids", "stop_token_ids", "priority", "cache_salt")
 

@@ -13,8 +13,9 @@ from hashlib import blake2b
 
 import numpy as np
 
+from rollout.core.beam import num_candidates
 from rollout.core.prefix_cache import chained_hash, root_hash
-from rollout.core.schedule import Draw, SchedulePlan, StepResult
+from rollout.core.schedule import Draw, SchedulePlan, StepResult, TopLogprobs
 from rollout.core.scheduler import Scheduler
 from rollout.request import Request
 
@@ -114,6 +115,7 @@ class FakeRunner:
         raise AssertionError(f"requests are not done after {max_steps} steps")
 
     def execute(self, plan: SchedulePlan) -> StepResult:
+        self.requests |= {request.request_id: request for request in self.scheduler.running_requests()}  # beams too
         self._check_plan(plan)
         size = self.scheduler.config.block_size
         for device_block, host_block in plan.swap_out:
@@ -203,6 +205,22 @@ class FakeRunner:
             kept_mass=logprobs * np.float32(3),
             entropy=logprobs * np.float32(4),
             prompt_logprobs=scores,
+            top_logprobs={
+                index: self._most_likely(self.requests[draw.request_id], prefixes[draw.sequence_index])
+                for index, draw in enumerate(plan.draws)
+                if self.requests[draw.request_id].beam_options is not None
+            },
+        )
+
+    def _most_likely(self, beam: Request, prefix: Prefix) -> TopLogprobs:
+        assert beam.beam_options is not None
+        ranked = sorted((-fake_logprob(prefix, token_id), token_id) for token_id in range(self.vocab))
+        ranked = ranked[: num_candidates(beam.beam_options.width, len(beam.eos_token_ids))]
+        return TopLogprobs(
+            token_ids=np.array([[token_id for _, token_id in ranked]], dtype=np.int32),
+            logprobs=np.array([[-value for value, _ in ranked]], dtype=np.float32),
+            ranks=np.ones(1, dtype=np.int32),
+            chosen=np.zeros((1, 0), dtype=np.float32),
         )
 
     def _check_slot(self, request: Request, prefix: Prefix, slot: int) -> None:
@@ -219,7 +237,7 @@ class FakeRunner:
         scheduler = self.scheduler
         scheduler.check_integrity()
         size = scheduler.config.block_size
-        for request in scheduler.running_requests():
+        for request in [*scheduler.running_requests(), *scheduler.parked_requests()]:
             table = scheduler.kv.block_ids(request)
             tokens = tuple(request.token_ids)
             for position in range(request.num_computed_tokens):
