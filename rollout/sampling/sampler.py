@@ -42,7 +42,7 @@ def sample_rows(
         sample_index=sample_index,
         position=position,
         row_index=row_index,
-        **({"forced": next(optional)} if forced else {}),
+        forced=next(optional) if forced else None,
         banned=(next(optional), next(optional)) if banned else None,
     )
 
