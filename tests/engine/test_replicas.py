@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout import LLM, RequestOutput, SamplingParams
+from rollout import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import pack_family, unpack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
@@ -96,6 +97,24 @@ def assert_same_outputs(mine: list[RequestOutput], theirs: list[RequestOutput]) 
 
 
 # Generation
+
+
+def test_searches_are_those_of_one_engine(engines: Engines) -> None:
+    # case BS-01
+    params = BeamSearchParams(4, 30, length_penalty=0.6, early_stopping="never")
+    for mine, theirs in zip(
+        engines.two.beam_search(PROMPTS, params), engines.one.beam_search(PROMPTS, params), strict=True
+    ):
+        assert (mine.error, mine.policy_version, mine.receipt_id) == (None, theirs.policy_version, theirs.receipt_id)
+        assert mine.kv_blocks_saved > 0
+        for a, b in zip(mine.sequences, theirs.sequences, strict=True):
+            assert (a.output_token_ids, a.score, a.text, a.finish_reason) == (
+                b.output_token_ids,
+                b.score,
+                b.text,
+                b.finish_reason,
+            )
+            np.testing.assert_array_equal(a.output_logprobs, b.output_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -389,12 +408,13 @@ def test_a_request_is_sent_whole() -> None:
         "arrival": 12,
         "cache_salt": "salt",
         "scores_prompt": True,
+        "beam_options": BeamOptions(3, 0.5, "never"),
     }
     leader = Request(**given)
     leader.siblings = [Request(**{**given, "request_id": "7-1", "sample_index": 4})]
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
-    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state"}
+    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "beam_result"}
     refused = {"lora_request", "adapter_slot", "adapter_key"}
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused
