@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
 from rollout.engine.interface import Engine, make_engine
 from rollout.engine.profile import StepProfile
+from rollout.engine.stream import stream
 from rollout.errors import WorkerDiedError
 from rollout.lora.request import LoRARequest, one_each
 from rollout.metrics import engine_metrics
@@ -101,6 +102,47 @@ class LLM:
         )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._run(encoded, params, priorities, one_each(lora_request, len(items)), use_tqdm, on_invalid)
+
+    def stream(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
+        on_invalid: OnInvalid = "raise",
+    ) -> Generator[RequestOutput, None, None]:
+        """Samples like `generate`, and yields outputs as tokens come: of each prompt in turn, one after every step.
+
+        What they hold is chosen by `SamplingParams.output_kind`: all that the samples have so far (CUMULATIVE, the
+        default), only the samples and tokens that are new (DELTA), or one output a prompt, at its end (FINAL_ONLY).
+        Text that was shown is never taken back. Which prompt an output belongs to is told by `request_id`, which counts
+        up in the order of the prompts. To close the iterator, or to leave its loop, aborts what is unfinished.
+
+        Prompts are checked when the first output is asked for. Raises as `generate` does. See `docs/text.md`.
+        """
+        items = split_prompts(prompts)
+        params, priorities = (
+            params_each(sampling_params, len(items)),
+            priorities_each(priority, len(items), self.config.scheduling_policy),
+        )
+        choices = one_each(lora_request, len(items))
+        encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
+        return self._stream(encoded, params, priorities, choices, on_invalid)
+
+    def _stream(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        choices: Sequence[LoRAChoice],
+        on_invalid: OnInvalid,
+    ) -> Generator[RequestOutput, None, None]:
+        with self._lock:
+            admitted, refused = self._admission.admit(prompts, params, priorities, choices, on_invalid, streams=True)
+        groups = list(admitted.values())
+        with self._outputs_in_errors(groups):
+            yield from stream(self._engine, self._delivery, groups, refused.values(), self._tokenizer)
 
     def enqueue(
         self,

@@ -102,7 +102,9 @@ class Request:
             self.token_ids = list(self.prompt_token_ids)
         self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
         if self.params.looks_at_tokens:
-            self.sample_state = SampleState(self.token_ids, len(self.prompt_token_ids))
+            self.sample_state = SampleState(
+                self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,7 +148,9 @@ class Request:
 
     def banned_token_ids(self, position: int) -> tuple[int, ...]:
         """Ids that may not be drawn as the token at `position`: those that would end the request, before `min_tokens`
-        is reached."""
+        is reached. Where the output has a grammar its masks say so, since there may be nothing else to draw."""
+        if self.params.structured_outputs is not None:
+            return ()
         if position - len(self.prompt_token_ids) >= self.params.min_tokens:
             return ()
         return tuple(sorted(self.eos_token_ids | self.stop_token_ids))

@@ -83,6 +83,8 @@ class StepResult:
     sampled_logprobs: np.ndarray  # float32 [num_draws], of the distribution that was drawn from
     kept_mass: np.ndarray  # float32 [num_draws], tempered probability mass that the filters kept
     entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
+    # index of the draw -> stop reason, where its sample ends with this token since its grammar allows no more
+    completed: dict[int, int | None] = field(default_factory=dict)
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
     # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it

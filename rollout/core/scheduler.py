@@ -13,7 +13,7 @@ from rollout.core.kv_manager import KVManager
 from rollout.core.planner import Planner, SchedulerConfig, Step
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import SchedulePlan, SchedulerStats, StepResult
-from rollout.core.stop import NOT_A_TOKEN, check_stop
+from rollout.core.stop import NOT_A_TOKEN, REPETITION_DETECTED, check_stop, ends_in_repetition
 from rollout.request import FinishReason, Request, RequestStatus
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -24,7 +24,7 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+    __slots__ = ("completed", "entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -32,6 +32,7 @@ class _Draws:
         self.sampled_logprobs: list[float] = result.sampled_logprobs.tolist()
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
+        self.completed = result.completed
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -296,6 +297,8 @@ class Scheduler:
                 continue
             _take_arrays(request, columns, index)
             self._take_token(request, token_id)
+            if columns.completed and index in columns.completed:
+                self._retire(request, FinishReason.STOP, columns.completed[index])
             outputs.append((request, [*new, token_id] if new else [token_id]))
 
     def _retire_in_error(
@@ -322,6 +325,12 @@ class Scheduler:
         )
         if verdict is not None:
             self._retire(request, *verdict)
+            return
+        detection = request.params.repetition_detection
+        if detection is not None and ends_in_repetition(
+            tokens, request.num_output_tokens, request.params.min_tokens, detection
+        ):
+            self._retire(request, FinishReason.REPETITION, REPETITION_DETECTED)
 
     def _fork(self, leader: Request, sibling: Request) -> None:
         self.kv.fork(leader, sibling)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
+from rollout.engine.detokenize import Detokenizer
 from rollout.engine.interface import Engine
 from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest
@@ -36,7 +37,7 @@ class Admission:
     ) -> None:
         self._engine = engine
         self._delivery = delivery
-        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._numbers = itertools.count()
 
@@ -55,8 +56,17 @@ class Admission:
         outside = tokens_outside(params, vocab_size)
         if outside is not None:
             return outside
-        if params.stop_strings and self._tokenizer is None:
+        if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
+        return None if params.structured_outputs is None else self._grammar_problem(params)
+
+    def _grammar_problem(self, params: SamplingParams) -> str | None:
+        if self._tokenizer is None:
+            return "structured_outputs needs a tokenizer, and the model's folder has none"
+        try:
+            self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)
+        except ValueError as error:
+            return str(error)
         return None
 
     def admit(
@@ -66,8 +76,12 @@ class Admission:
         priorities: Sequence[int],
         choices: Sequence[LoRAChoice],
         on_invalid: OnInvalid,
+        streams: bool = False,
     ) -> tuple[dict[int, Group], dict[int, RequestOutput]]:
-        """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index."""
+        """Checks every prompt, then hands the good ones to the engine. Both results are by the prompt's index.
+
+        `streams`: outputs are wanted while the samples grow.
+        """
         if on_invalid not in ("raise", "return"):
             raise ValueError(f"on_invalid={on_invalid!r} is not valid: it must be 'raise' or 'return'")
         self._engine.check_ready()
@@ -86,7 +100,7 @@ class Admission:
                 raise ValueError(f"prompts[{index}]: {problem}")
             else:
                 refused[index] = RequestOutput(f"invalid-{index}", prompt.text, prompt.token_ids, [], error=problem)
-        groups = self.submit(list(families.values()))
+        groups = self.submit(list(families.values()), streams)
         return dict(zip(families, groups, strict=True)), refused
 
     def _unfit(self, requests: list[Request]) -> str | None:
@@ -133,11 +147,11 @@ class Admission:
         samples[0].siblings = samples[1:]
         return samples
 
-    def submit(self, families: list[tuple[Prompt, list[Request]]]) -> list[Group]:
+    def submit(self, families: list[tuple[Prompt, list[Request]]], streams: bool = False) -> list[Group]:
         """Hands requests to the engine, all or none."""
         self._engine.add(requests[0] for _, requests in families)
         receipt = self._engine.receipt
-        groups = [Group.of(prompt, requests, receipt, self._tokenizer) for prompt, requests in families]
+        groups = [Group.of(prompt, requests, receipt, self._detokenizer, streams) for prompt, requests in families]
         for group in groups:
             self._delivery.groups[group.group_id] = group
         return groups

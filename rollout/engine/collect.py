@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rollout.engine.detokenize import StopStringChecker, decode
+from rollout.engine.detokenize import Detokenizer
+from rollout.engine.sample_text import SampleText
 from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
-from rollout.request import FinishReason, Request
+from rollout.request import Request
+from rollout.sampling_options import RequestOutputKind
 from rollout.weights.receipt import Receipt
 
 
@@ -22,21 +24,26 @@ class Group:
     prompt: Prompt
     samples: list[Request]
     receipt_ids: dict[int, str]  # policy version -> id of the receipt of its weights
-    checkers: dict[str, StopStringChecker] = field(default_factory=dict)  # request id -> its search for stop strings
+    detokenizer: Detokenizer | None = None
+    texts: dict[str, SampleText] = field(default_factory=dict)  # by request id, of those whose text is needed early
     num_unfinished: int = 0
 
     @classmethod
     def of(
-        cls, prompt: Prompt, samples: list[Request], receipt: Receipt | None, tokenizer: PreTrainedTokenizerBase | None
+        cls,
+        prompt: Prompt,
+        samples: list[Request],
+        receipt: Receipt | None,
+        detokenizer: Detokenizer | None,
+        streams: bool = False,
     ) -> Group:
-        group = cls(samples[0].group_id, prompt, samples, {}, num_unfinished=len(samples))
+        """`streams`: the text is wanted while it grows."""
+        group = cls(samples[0].group_id, prompt, samples, {}, detokenizer, num_unfinished=len(samples))
         group.note_receipt(receipt)
-        if tokenizer is not None:
-            group.checkers = {
-                sample.request_id: StopStringChecker(tokenizer, sample.params)
-                for sample in samples
-                if sample.params.stop_strings
-            }
+        params = samples[0].params
+        shows_growth = streams and params.detokenize and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        if detokenizer is not None and (params.stop_strings or shows_growth):
+            group.texts = {sample.request_id: SampleText(detokenizer.growing(params), params) for sample in samples}
         return group
 
     def note_receipt(self, receipt: Receipt | None) -> None:
@@ -46,16 +53,21 @@ class Group:
 
     def append(self, request: Request, token_ids: list[int]) -> str | None:
         """Looks for stop strings in a sample's new tokens. Returns the one that was found."""
-        checker = self.checkers.get(request.request_id)
-        if checker is None or not token_ids:
+        text = self.texts.get(request.request_id)
+        if text is None:
             return None
-        match = checker.append(token_ids)
-        return None if match is None else match.stop
+        stop = text.append(token_ids) if token_ids else None
+        if request.is_finished:
+            text.finish()
+        return stop
 
-    def output(self, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
-        """The output of the group as it stands."""
+    def output(
+        self, tokenizer: PreTrainedTokenizerBase | None, outputs: list[CompletionOutput] | None = None
+    ) -> RequestOutput:
+        """The output of the group as it stands: with all samples, or with `outputs`."""
         leader = self.samples[0]
-        outputs = [self._completion(index, sample, tokenizer) for index, sample in enumerate(self.samples)]
+        if outputs is None:
+            outputs = [self.completion(index, tokenizer) for index in range(len(self.samples))]
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
             request_id=self.group_id,
@@ -70,14 +82,15 @@ class Group:
             lora_request=leader.lora_request,
         )
 
-    def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:
-        token_ids = sample.output_token_ids
-        checker = self.checkers.get(sample.request_id)
-        if checker is not None and checker.match is not None and sample.finish_reason is FinishReason.STOP:
-            text = checker.final_text()
-        else:
-            text = decode(tokenizer, token_ids, sample.params)
-        raw = np.array(sample.raw_logprobs, np.float32)
+    def completion(
+        self, index: int, tokenizer: PreTrainedTokenizerBase | None, first: int = 0, text: str | None = None
+    ) -> CompletionOutput:
+        """A sample as it stands, from its output token `first` on; with all of its text, or with `text`."""
+        sample = self.samples[index]
+        token_ids = sample.token_ids[sample.num_prompt_tokens + first :]
+        if text is None:
+            text = self._text(sample)
+        raw = np.array(sample.raw_logprobs[first:], np.float32)
         logprobs = None
         if sample.params.logprobs is not None:
             logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in zip(token_ids, raw.tolist(), strict=True)]
@@ -86,20 +99,29 @@ class Group:
             text=text,
             token_ids=token_ids,
             raw_logprobs=raw,
-            sampled_logprobs=np.array(sample.sampled_logprobs, np.float32),
-            kept_mass=np.array(sample.kept_mass, np.float32),
-            entropy=np.array(sample.entropy, np.float32),
+            sampled_logprobs=np.array(sample.sampled_logprobs[first:], np.float32),
+            kept_mass=np.array(sample.kept_mass[first:], np.float32),
+            entropy=np.array(sample.entropy[first:], np.float32),
             finish_reason=None if sample.finish_reason is None else str(sample.finish_reason),
             stop_reason=sample.stop_reason,
             seed=sample.seed,
             sample_index=sample.sample_index,
-            policy_versions=_spans(sample.policy_spans, len(token_ids)),
+            policy_versions=_spans(sample.policy_spans, sample.num_output_tokens, first),
             logprobs=logprobs,
         )
 
+    def _text(self, sample: Request) -> str:
+        growing = self.texts.get(sample.request_id)
+        if growing is not None:
+            return growing.text
+        return "" if self.detokenizer is None else self.detokenizer.text(sample.output_token_ids, sample.params)
 
-def _spans(starts: list[tuple[int, int]], num_tokens: int) -> list[PolicyVersionSpan]:
-    """(version, first token) pairs, in order, as spans that cover the output."""
+
+def _spans(starts: list[tuple[int, int]], num_tokens: int, first: int) -> list[PolicyVersionSpan]:
+    """(version, first token) pairs, in order, as spans that cover the output from token `first` on, counted from it."""
     ends = [*(start for _, start in starts), num_tokens][1:]  # a sample that never ran has no start
-    spans = (PolicyVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True))
+    spans = (
+        PolicyVersionSpan(version, max(start - first, 0), end - first)
+        for (version, start), end in zip(starts, ends, strict=True)
+    )
     return [span for span in spans if span.start < span.end]

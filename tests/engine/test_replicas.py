@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from rollout import LLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
 from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import pack_family, unpack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
@@ -129,6 +129,29 @@ def test_searches_are_those_of_one_engine(engines: Engines) -> None:
 def test_outputs_are_those_of_one_engine_bit_for_bit(engines: Engines, params: SamplingParams) -> None:
     assert_same_outputs(engines.one.generate(PROMPTS, params), engines.two.generate(PROMPTS, params))
     assert engines.two.num_unfinished == 0
+
+
+def test_streams_join_to_the_outputs_of_one_engine(engines: Engines) -> None:
+    # cases ST-01, SC-04
+    params = SamplingParams(
+        n=3, max_tokens=60, stop=["e", "ab"], seed=3, temperature=1.5, output_kind=RequestOutputKind.DELTA
+    )
+    whole = engines.one.generate(PROMPTS, params)
+    texts: dict[tuple[int, int], str] = {}
+    token_ids: dict[tuple[int, int], list[int]] = {}
+    for output in engines.two.stream(PROMPTS, params):
+        for delta in output.outputs:
+            key = (int(output.request_id), delta.index)
+            texts[key] = texts.get(key, "") + delta.text
+            token_ids[key] = token_ids.get(key, []) + delta.token_ids
+            assert len(delta.raw_logprobs) == len(delta.token_ids)
+    assert [texts[key] for key in sorted(texts)] == [c.text for o in whole for c in o.outputs]
+    assert [token_ids[key] for key in sorted(token_ids)] == [c.token_ids for o in whole for c in o.outputs]
+    for _ in engines.two.stream(PROMPTS, LONG):
+        break
+    metrics = engines.two.get_metrics()
+    assert engines.two.num_unfinished == metrics["num_requests_running"] == metrics["num_requests_waiting"] == 0
+    assert metrics["kv_cache_usage"] == 0
 
 
 def test_seeds_that_the_engine_gives_are_those_of_one_engine(tmp_path: Path, engines: Engines) -> None:
