@@ -84,7 +84,7 @@ class Runner:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
 
     def _forward(self, sequences: list[ScheduledSequence], wanted: np.ndarray | None) -> torch.Tensor:
-        """Final hidden states of every scheduled token, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
+        """Final hidden states of every scheduled token, [T, hidden], or of the last `wanted[i]` ones of sequence i."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
         counts = np.asarray(lengths, np.int64)
@@ -118,9 +118,7 @@ class Runner:
         hidden = self.model(ids, places, batch)
         return hidden if len(hidden) == len(last_rows) else hidden[last]
 
-    def _draw(
-        self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, rows_from_end: list[int]
-    ) -> StepResult:
+    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, rows_from_end: list[int]) -> StepResult:
         """Draws of the plan: draw i from row `rows_from_end[i]`, counted from the end, of its sequence's rows of
         `hidden`, which end at `ends`. Many rows are drawn from in several goes, so that few logits exist at once."""
         draws = plan.draws

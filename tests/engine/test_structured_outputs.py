@@ -95,7 +95,7 @@ def test_an_output_that_has_stopped_has_its_form_whatever_the_logits_prefer(llm:
         else:
             assert completion.finish_reason == "length"
         assert not {*EOS, *stops} & set(completion.token_ids[:-1])
-    if biased in ("eos", "stops") or form in ("choice", "regex", "json") and biased != "letters":
+    if biased in ("eos", "stops") or (form in ("choice", "regex", "json") and biased != "letters"):
         assert stopped == 3
 
 
