@@ -32,6 +32,7 @@ from rollout.outputs import RequestOutput, ScoreOutput
 from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
+from rollout.session import Session
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -229,6 +230,10 @@ class LLM:
 
         adapters = one_each(lora_request, len(items))
         return self._run(self._encode(items, encode), params, [0] * len(items), adapters, use_tqdm, on_invalid)
+
+    def session(self, messages: Sequence[Message] | None = None, **options: Any) -> Session:
+        """A conversation of several turns that is never tokenised again; see `rollout.session.Session`."""
+        return Session(self, messages, **options)
 
     def score(
         self,

@@ -88,6 +88,31 @@ def encode_chat(
     Messages go to the template as they are, with all their keys (`tool_calls`, `reasoning_content`, …), and so do
     `tools` and `chat_template_kwargs` (`enable_thinking`, …). Raises `ValueError` for what the template refuses.
     """
+    options = {
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": tools,
+        **dict(chat_template_kwargs or {}),
+    }
+    return list(_apply_template(messages, tokenizer, tokenize=True, return_dict=False, **options))
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of which `encode_chat` makes token ids."""
+    options = {"chat_template": chat_template, "tools": tools, **dict(chat_template_kwargs or {})}
+    return _apply_template(messages, tokenizer, add_generation_prompt=add_generation_prompt, tokenize=False, **options)
+
+
+def _apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase | None, **options: Any) -> Any:
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, and the model's folder has none: give prompt_token_ids")
     if isinstance(messages, str) or not all(map(_is_message, messages)):
@@ -95,19 +120,9 @@ def encode_chat(
     if not messages:
         raise ValueError("the conversation is empty: it must have at least 1 message")
     try:
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=chat_template,
-            tools=tools,  # type: ignore[arg-type]
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=False,
-            **dict(chat_template_kwargs or {}),
-        )
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)
     except (jinja2.TemplateError, TypeError) as error:  # TypeError: content that is None, added to text
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    return list(ids)  # type: ignore[arg-type]
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
