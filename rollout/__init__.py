@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollout.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from rollout.chat_template import PrefixReport, preserves_prefixes
     from rollout.config import EngineConfig
     from rollout.diagnosis import Cause, Diagnosis, SampleRecord, diagnose
@@ -25,6 +26,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Cause",
     "CompletionOutput",
     "Diagnosis",
@@ -51,6 +55,9 @@ __all__ = [
 
 _MODULES = {
     "LLM": "rollout.llm",
+    "BeamSearchOutput": "rollout.beam_search",
+    "BeamSearchParams": "rollout.beam_search",
+    "BeamSearchSequence": "rollout.beam_search",
     "Cause": "rollout.diagnosis",
     "CompletionOutput": "rollout.outputs",
     "Diagnosis": "rollout.diagnosis",

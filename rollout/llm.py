@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from rollout.beam_search import BeamSearchOutput, BeamSearchParams, make_searches, search_output
 from rollout.config import EngineConfig, parse_bytes
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
@@ -234,6 +235,28 @@ class LLM:
     def session(self, messages: Sequence[Message] | None = None, **options: Any) -> Session:
         """A conversation of several turns that is never tokenised again; see `rollout.session.Session`."""
         return Session(self, messages, **options)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
+        use_tqdm: bool | None = False,
+    ) -> list[BeamSearchOutput]:
+        """Looks for the most likely completions, `params.beam_width` of each prompt; outputs in the prompts' order.
+
+        Prompts and adapters are those of `generate`. Beams share the KV blocks of what they have in common, and run
+        beside other requests. Raises `ValueError` for a prompt that cannot be run, before any is scheduled, and the
+        errors of `generate` where the engine cannot run. A search that a policy update, `sleep` or `abort` ends, or
+        whose logits are not numbers, has the best sequences so far and says so in `error`.
+        """
+        items = split_prompts(prompts)
+        encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
+        choices = one_each(lora_request, len(items))
+        with self._lock:
+            groups = self._admission.submit(make_searches(self._admission, self._engine, encoded, params, choices))
+        self._wait(groups, use_tqdm, "Searching")
+        return [search_output(group, params, self._tokenizer) for group in groups]
 
     def score(
         self,

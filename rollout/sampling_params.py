@@ -30,11 +30,8 @@ _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
-    "structured_outputs": (None,),
     "logits_processors": (None,),
     "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "forced_token_ids": (None,),
 }
 
 

@@ -287,6 +287,23 @@ def sample(logits: torch.Tensor, arguments: SampleArguments) -> None:
         # To look at a value on a device is to wait for it, which a decode step must not: the kernels there mask.
         if start.is_cpu and int(start[-1]) > ids.shape[0]:
             raise ValueError(f"banned offsets end at {int(start[-1])}, but there are {ids.shape[0]} ids")
+    if arguments.adjusted is not None:
+        _indexed_rows("adjusted", *arguments.adjusted, draws, logits.shape[1], torch.float32)
+    if arguments.allowed is not None:
+        _indexed_rows("allowed", *arguments.allowed, draws, -(-logits.shape[1] // 32), torch.int32)
+    if arguments.forced is not None:
+        vector("forced", arguments.forced, draws, torch.int64)
+
+
+def _indexed_rows(
+    name: str, rows: torch.Tensor, index: torch.Tensor, draws: int, width: int, dtype: torch.dtype
+) -> None:
+    """Rows [any number, width], and an index for each draw, int64."""
+    has_dtype(name, rows, dtype)
+    if rows.dim() != 2 or rows.shape[1] != width:
+        fail_shape(name, rows, f"[rows, {width}]")
+    unit_stride(name, rows)
+    vector(f"{name} index", index, draws, torch.int64)
 
 
 def draw_values(arguments: SampleArguments, num_rows: int, vocab_size: int) -> None:
@@ -305,11 +322,25 @@ def draw_values(arguments: SampleArguments, num_rows: int, vocab_size: int) -> N
         (min_p >= 0) & (min_p <= 1),
         (rows >= 0) & (rows < num_rows),
         _banned_values(arguments, draws, vocab_size),
+        *(
+            torch.ones(draws, dtype=torch.bool) if index is None else (index >= -1) & (index < count)
+            for index, count in _optional_indices(arguments, vocab_size)
+        ),
     ]
     bad = ~torch.stack(good, 1)
     if bad.any():
         draw = int(bad.any(1).int().argmax())
         raise draw_error(arguments, draw, int(bad[draw].int().argmax()) + 1)
+
+
+def _optional_indices(arguments: SampleArguments, vocab_size: int) -> list[tuple[torch.Tensor | None, int]]:
+    """The arguments that name a row, or a token, or with -1 none of them: (int64 [R] or None, how many there are)."""
+    adjusted, allowed = arguments.adjusted, arguments.allowed
+    return [
+        (None, 0) if adjusted is None else (adjusted[1], adjusted[0].shape[0]),
+        (None, 0) if allowed is None else (allowed[1], allowed[0].shape[0]),
+        (arguments.forced, vocab_size),
+    ]
 
 
 def _banned_values(arguments: SampleArguments, draws: int, vocab_size: int) -> torch.Tensor:

@@ -38,10 +38,16 @@ def draw_error(arguments: SampleArguments, draw: int, problem: int) -> ValueErro
         ("min_p", "from 0 to 1"),
         ("row_index", "a row of the logits"),
         ("banned", "ascending offsets, and token ids of the vocabulary"),
+        ("adjusted", "-1 or the index of a row of the adjusted logits"),
+        ("allowed", "-1 or the index of a row of the masks"),
+        ("forced", "-1 or a token id of the vocabulary"),
     )[problem - 1]
     if name == "banned" or (name == "row_index" and arguments.row_index is None):
         return ValueError(f"{name} of draw {draw} is not valid: it must be {valid}")
-    value = getattr(arguments, name)[draw].item()
+    argument = getattr(arguments, name)
+    if isinstance(argument, tuple):
+        return ValueError(f"{name} of draw {draw} has index {int(argument[1][draw])}: it must be {valid}")
+    value = argument[draw].item()
     return ValueError(f"{name}[{draw}]={value!r} is not valid: it must be {valid}")
 
 

@@ -350,6 +350,9 @@ def sample(
     position: torch.Tensor,
     row_index: torch.Tensor | None = None,
     banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    adjusted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    allowed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    forced: torch.Tensor | None = None,
 ) -> SampleResult:
     """Draws tokens from logits float32 [rows, V]; every other argument has one value a draw (see `SampleArguments`).
 
@@ -357,11 +360,22 @@ def sample(
     (probability descending, id ascending), the tokens before which less than top_p of the rest's mass lies; min-p then
     keeps what reaches min_p times the largest probability. The token is argmax p_i / E_i with E_i = -log(1 - u_i) and
     u_i = (noise_bits + 0.5) / 2^32: a pure function of the row and the draw's numbers. Temperature 0 takes the largest
-    logit, the lowest id among equals. Banned ids have probability 0. See `SampleResult` for what comes back.
-    Raises `ValueError` naming the argument and the draw for a value out of range.
+    logit, the lowest id among equals.
+
+    Banned ids, and ids that are not allowed, have probability 0. An adjusted row (the logits after penalties and
+    biases; -inf is a token without mass) takes the place of the draw's logits in all of this but `raw_logprobs`. A
+    forced token is reported on in place of a draw. See `SampleResult` for what comes back.
+
+    Raises `ValueError` naming the argument and the draw for a value out of range. On a GPU, where nothing looks back, a
+    draw with such a value draws nothing, and an id outside the vocabulary is not banned.
     """
     arguments = SampleArguments(
-        temperature, top_k, top_p, min_p, seed, sample_index, position, row_index=row_index, banned=banned
+        *(temperature, top_k, top_p, min_p, seed, sample_index, position),
+        row_index=row_index,
+        banned=banned,
+        adjusted=adjusted,
+        allowed=allowed,
+        forced=forced,
     )
     checks.sample(logits, arguments)
     return backend_for(logits).sample(logits, arguments)

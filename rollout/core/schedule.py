@@ -12,19 +12,22 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn after a forward pass.
+    """One token to be drawn after a forward pass, from any row of it.
 
-    Several draws may name the same sequence: the forks of a prompt draw their first token from the leader's last row.
+    Several draws may name the same sequence: the forks of a prompt draw their first token from the leader's last row,
+    and tokens that are known in advance are drawn one from each row. Draws are in the order of their rows.
     """
 
     request_id: str  # who gets the token
-    sequence_index: int  # index into SchedulePlan.sequences; the row is that sequence's last scheduled token
+    sequence_index: int  # index into SchedulePlan.sequences
     params: SamplingParams
     seed: int
     sample_index: int
     position: int  # absolute position of the token to be drawn, = number of tokens before it
     banned_token_ids: tuple[int, ...] = ()  # ids with probability zero (min_tokens)
     state: SampleState | None = None  # where the draw depends on the tokens before it (penalties, grammars, …)
+    row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
+    forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class StepResult:
     sampled_logprobs: np.ndarray  # float32 [num_draws], of the distribution that was drawn from
     kept_mass: np.ndarray  # float32 [num_draws], tempered probability mass that the filters kept
     entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
+    # index of the draw -> stop reason, where its sample ends with this token since its grammar allows no more
+    completed: dict[int, int | None] = field(default_factory=dict)
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
     # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it
@@ -101,3 +106,4 @@ class SchedulerStats:
     prefix_cache_hits: int = 0  # prompt tokens found since start
     num_slots_allocated: int = 0  # KV slots of blocks in use now, each block counted once
     num_slots_used: int = 0  # of these, slots that hold a token's KV
+    num_beam_tokens: int = 0  # sampled by beam searches since start: one a beam and step

@@ -58,6 +58,15 @@ class Admission:
             return outside
         if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
+        return None if params.structured_outputs is None else self._grammar_problem(params)
+
+    def _grammar_problem(self, params: SamplingParams) -> str | None:
+        if self._tokenizer is None:
+            return "structured_outputs needs a tokenizer, and the model's folder has none"
+        try:
+            self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)
+        except ValueError as error:
+            return str(error)
         return None
 
     def admit(

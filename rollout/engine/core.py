@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
+from rollout.sampling_params import SamplingParams
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
@@ -255,6 +257,11 @@ class EngineCore:
     def check_fits(self, request: Request) -> None:
         """Raises `ValueError`, with the numbers, if the request can never run to its end."""
         self.scheduler.check_fits(request)
+
+    def check_grammar(self, params: SamplingParams, eos_token_ids: AbstractSet[int]) -> None:
+        """Raises `ValueError` if `structured_outputs`, or forced tokens under it, cannot be used. The model must have a
+        tokenizer."""
+        self._worker.grammars.check(params, eos_token_ids)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests by their own or their group's id, with the tokens they have. Unknown ids are ignored."""
@@ -608,6 +615,9 @@ class EngineCore:
 
     def _take_version(self, version: int) -> None:
         assert self._pause is not None
+        for search in self.scheduler.begun_beam_searches():
+            self.scheduler.finish(search, FinishReason.ABORT, "a policy update has begun")
+            self._ended_between_steps.append((search, []))
         self._bind_adapters()
         keep = self._pause.mode == "keep"
         if not keep:

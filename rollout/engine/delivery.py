@@ -36,7 +36,7 @@ class Delivery:
             group = self.groups[request.group_id]
             delivered = False
             try:
-                if token_ids:
+                if token_ids or request.beam_result is not None:
                     group.note_receipt(self._engine.receipt)
                 stop = group.append(request, token_ids)
                 if stop is not None:

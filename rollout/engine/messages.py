@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollout.config import EngineConfig
+from rollout.core.beam import BeamOptions, BeamResult
 from rollout.core.planner import SchedulerConfig
 from rollout.engine.faults import Fault
 from rollout.sampling_params import SamplingParams
@@ -67,6 +68,7 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str | None
     scores_prompt: bool
     samples: list[Sample]
+    beam_options: BeamOptions | None = None
 
 
 class Add(Numbered, frozen=True, tag="add"):
@@ -205,6 +207,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: bytes  # float32, when it has ended
+    beam_result: BeamResult | None = None  # of a beam search that has ended
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

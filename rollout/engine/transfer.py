@@ -39,6 +39,7 @@ def pack_family(leader: Request, handles: Sequence[int]) -> Family:
             Sample(handle, sample.request_id, sample.sample_index)
             for handle, sample in zip(handles, samples, strict=True)
         ],
+        beam_options=leader.beam_options,
     )
 
 
@@ -60,6 +61,7 @@ def unpack_family(family: Family) -> list[Request]:
             arrival=family.arrival,
             cache_salt=family.cache_salt,
             scores_prompt=family.scores_prompt,
+            beam_options=family.beam_options,
         )
         for sample in family.samples
     ]
@@ -122,6 +124,7 @@ class Reporter:
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
                 prompt_logprobs=request.prompt_logprobs.tobytes() if request.is_finished else b"",
+                beam_result=request.beam_result,
             )
             if request.is_finished:
                 self.forget(request)
@@ -157,6 +160,7 @@ def _apply_change(request: Request, change: Change) -> None:
     request.policy_version = change.policy_version
     request.policy_spans = change.policy_spans
     if change.finish_reason is not None:
+        request.beam_result = change.beam_result
         request.prompt_logprobs.frombytes(change.prompt_logprobs)
         request.finish_reason = FinishReason(change.finish_reason)
         request.stop_reason = change.stop_reason

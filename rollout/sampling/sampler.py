@@ -27,9 +27,11 @@ def sample_rows(
         np.fromiter((draw.sample_index for draw in draws), np.int64, count),
         np.fromiter((draw.position for draw in draws), np.int64, count),
         np.fromiter(rows, np.int64, count),
-        *_banned(draws),
     ]
-    temperature, top_k, top_p, min_p, seed, sample_index, position, row_index, *banned = inputs.send(arrays)
+    forced, banned = _forced(draws), _banned(draws)
+    sent = inputs.send([*arrays, *forced, *banned])
+    temperature, top_k, top_p, min_p, seed, sample_index, position, row_index, *rest = sent
+    optional = iter(rest)
     return rollout_kernels.sample(
         logits,
         temperature=temperature,
@@ -40,8 +42,15 @@ def sample_rows(
         sample_index=sample_index,
         position=position,
         row_index=row_index,
-        banned=(banned[0], banned[1]) if banned else None,
+        **({"forced": next(optional)} if forced else {}),
+        banned=(next(optional), next(optional)) if banned else None,
     )
+
+
+def _forced(draws: Sequence[Draw]) -> list[np.ndarray]:
+    """The token that each draw has to report on, -1 for none; nothing where no draw has one."""
+    token_ids = [draw.forced_token_id for draw in draws]
+    return [np.array(token_ids, np.int64)] if max(token_ids) >= 0 else []
 
 
 def _banned(draws: Sequence[Draw]) -> list[np.ndarray]:

@@ -17,4 +17,6 @@ class SampleState:
 
     token_ids: list[int]
     num_prompt_tokens: int
-    grammar: Any = None  # the position in a grammar, made by the worker that samples; see `rollout.sampling.structured`
+    eos_token_ids: frozenset[int] = frozenset()  # the request's
+    stop_token_ids: frozenset[int] = frozenset()
+    grammar: Any = None  # the position in a grammar, made by the worker that samples; see `rollout.sampling.grammars`

@@ -50,6 +50,7 @@ class Wish:
     ends: tuple[int, ...]
     cache_salt: str | None
     scores_prompt: bool
+    forced: tuple[int, ...] = ()
 
     def family(self, name: str, arrival: int) -> list[Request]:
         return make_family(
@@ -60,6 +61,7 @@ class Wish:
             arrival=arrival,
             seed=self.seed,
             min_tokens=min(self.min_tokens, max(self.max_tokens, 1)),
+            forced=self.forced or None,
             priority=self.priority,
             eos_token_ids=frozenset(self.ends[:1]),
             stop_token_ids=frozenset(self.ends[1:]),
@@ -73,16 +75,19 @@ def wishes(draw: st.DrawFn) -> Wish:
     root = draw(st.sampled_from([(0, 1, 2, 3) * 5, (4,) * 20]))
     tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
     prompt = (*root[: draw(st.integers(1, 20))], *tail)
+    max_tokens = draw(st.integers(0, MAX_MODEL_LEN - len(prompt)))
+    num_forced = draw(st.integers(0, max_tokens)) if draw(st.booleans()) else 0
     return Wish(
         prompt=prompt,
         n=draw(st.integers(1, 5)),
-        max_tokens=draw(st.integers(0, MAX_MODEL_LEN - len(prompt))),
+        max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 1)),
         priority=draw(st.integers(-1, 1)),
         ends=tuple(draw(st.sampled_from([(), (0,), (0, 3)]))),
         cache_salt=draw(st.sampled_from([None, None, "salt"])),
         scores_prompt=draw(st.booleans()),
+        forced=tuple(draw(st.lists(st.integers(0, VOCAB - 1), min_size=num_forced, max_size=num_forced))),
     )
 
 
@@ -91,7 +96,7 @@ def check_tokens(request: Request, complete: bool = True) -> None:
     expected = expected_output(request, VOCAB, MAX_MODEL_LEN)
     output = request.output_token_ids
     assert output == (expected if complete else expected[: len(output)])
-    tokens, start = request.token_ids, request.num_prompt_tokens
+    tokens, start = [*request.prompt_token_ids, *output], request.num_prompt_tokens
     logprobs = [fake_logprob(tuple(tokens[:end]), tokens[end]) for end in range(start, len(tokens))]
     assert list(request.raw_logprobs) == logprobs
     assert len(request.sampled_logprobs) == len(request.kept_mass) == len(request.entropy) == len(output)

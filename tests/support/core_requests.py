@@ -21,10 +21,11 @@ def make_family(
     arrival: int = 0,
     seed: int = 0,
     min_tokens: int = 0,
+    forced: Sequence[int] | None = None,
     **fields: Any,
 ) -> list[Request]:
     """The `n` requests `name/0`, `name/1`, … of group `name`; the first leads the others."""
-    params = SamplingParams(n=n, max_tokens=max(max_tokens, 1), min_tokens=min_tokens)
+    params = SamplingParams(n=n, max_tokens=max(max_tokens, 1), min_tokens=min_tokens, forced_token_ids=forced)
     family = [
         Request(
             request_id=f"{name}/{index}",

@@ -13,8 +13,9 @@ from hashlib import blake2b
 
 import numpy as np
 
+from rollout.core.beam import num_candidates
 from rollout.core.prefix_cache import chained_hash, root_hash
-from rollout.core.schedule import Draw, SchedulePlan, StepResult
+from rollout.core.schedule import Draw, SchedulePlan, StepResult, TopLogprobs
 from rollout.core.scheduler import Scheduler
 from rollout.request import Request
 
@@ -53,12 +54,14 @@ def expected_output(request: Request, vocab: int, max_model_len: int) -> list[in
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     ends = request.eos_token_ids | request.stop_token_ids
+    forced = request.params.forced_token_ids or ()
     while len(output) < request.max_tokens and len(tokens) < max_model_len:
         banned = ends if len(output) < request.params.min_tokens else ()
         token_id = next_token(tuple(tokens), request.seed, request.sample_index, vocab, sorted(banned))
+        token_id = forced[len(output)] if len(output) < len(forced) else token_id
         tokens.append(token_id)
         output.append(token_id)
-        if token_id in ends:
+        if token_id in ends and len(output) >= max(len(forced), request.params.min_tokens + 1):
             break
     return output
 
@@ -110,6 +113,7 @@ class FakeRunner:
         raise AssertionError(f"requests are not done after {max_steps} steps")
 
     def execute(self, plan: SchedulePlan) -> StepResult:
+        self.requests |= {request.request_id: request for request in self.scheduler.running_requests()}  # beams too
         self._check_plan(plan)
         size = self.scheduler.config.block_size
         for device_block, host_block in plan.swap_out:
@@ -172,12 +176,16 @@ class FakeRunner:
     def _draw(self, plan: SchedulePlan, prefixes: list[Prefix]) -> StepResult:
         rows: list[tuple[int, float]] = []
         for draw in plan.draws:
-            prefix = prefixes[draw.sequence_index]
+            sequence, whole = plan.sequences[draw.sequence_index], prefixes[draw.sequence_index]
+            assert -1 <= draw.row < len(sequence.token_ids)
+            prefix = whole if draw.row == -1 else whole[: sequence.start + draw.row + 1]
             assert draw.position == len(prefix), "a draw names another position than its row's"
             if self.poisoned(draw):
                 rows.append((-1, float("nan")))
                 continue
             token_id = next_token(prefix, draw.seed, draw.sample_index, self.vocab, draw.banned_token_ids)
+            token_id = draw.forced_token_id if draw.forced_token_id >= 0 else token_id
+            assert whole[draw.position :][:1] in ((), (token_id,)), "a known token is drawn, and not forced"
             rows.append((token_id, fake_logprob(prefix, token_id)))
         scores: dict[str, np.ndarray] = {}
         for sequence, prefix in zip(plan.sequences, prefixes, strict=True):
@@ -195,6 +203,22 @@ class FakeRunner:
             kept_mass=logprobs * np.float32(3),
             entropy=logprobs * np.float32(4),
             prompt_logprobs=scores,
+            top_logprobs={
+                index: self._most_likely(self.requests[draw.request_id], prefixes[draw.sequence_index])
+                for index, draw in enumerate(plan.draws)
+                if self.requests[draw.request_id].beam_options is not None
+            },
+        )
+
+    def _most_likely(self, beam: Request, prefix: Prefix) -> TopLogprobs:
+        assert beam.beam_options is not None
+        ranked = sorted((-fake_logprob(prefix, token_id), token_id) for token_id in range(self.vocab))
+        ranked = ranked[: num_candidates(beam.beam_options.width, len(beam.eos_token_ids))]
+        return TopLogprobs(
+            token_ids=np.array([[token_id for _, token_id in ranked]], dtype=np.int32),
+            logprobs=np.array([[-value for value, _ in ranked]], dtype=np.float32),
+            ranks=np.ones(1, dtype=np.int32),
+            chosen=np.zeros((1, 0), dtype=np.float32),
         )
 
     def _check_slot(self, request: Request, prefix: Prefix, slot: int) -> None:
@@ -211,7 +235,7 @@ class FakeRunner:
         scheduler = self.scheduler
         scheduler.check_integrity()
         size = scheduler.config.block_size
-        for request in scheduler.running_requests():
+        for request in [*scheduler.running_requests(), *scheduler.parked_requests()]:
             table = scheduler.kv.block_ids(request)
             tokens = tuple(request.token_ids)
             for position in range(request.num_computed_tokens):

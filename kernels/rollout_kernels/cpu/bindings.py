@@ -26,12 +26,22 @@ class CSampleArguments(ctypes.Structure):
         ("row_index", c_void_p),
         ("banned_start", c_void_p),
         ("banned_ids", c_void_p),
+        ("adjusted", c_void_p),
+        ("adjusted_stride", c_int64),
+        ("num_adjusted", c_int64),
+        ("adjusted_index", c_void_p),
+        ("allowed", c_void_p),
+        ("allowed_stride", c_int64),
+        ("num_allowed", c_int64),
+        ("allowed_index", c_void_p),
+        ("forced", c_void_p),
         ("token_ids", c_void_p),
         ("raw_logprobs", c_void_p),
         ("sampled_logprobs", c_void_p),
         ("kept_mass", c_void_p),
         ("entropy", c_void_p),
         ("status", c_void_p),
+        ("num_kept", c_void_p),
     ]
 
 

@@ -349,19 +349,22 @@ class CpuKernels:
         draws = arguments.temperature.shape[0]
         raw, sampled, mass, entropy = torch.empty((4, draws), dtype=torch.float32).unbind()
         token_ids, status = torch.empty(draws, dtype=torch.int64), torch.empty(draws, dtype=torch.uint8)
-        result = SampleResult(token_ids, raw, sampled, mass, entropy, status)
+        num_kept = torch.empty(draws, dtype=torch.int32)
+        result = SampleResult(token_ids, raw, sampled, mass, entropy, status, num_kept)
         start, ids = arguments.banned or (None, None)
         c_arguments = CSampleArguments(
             *(logits.data_ptr(), logits.stride(0), logits.shape[1], draws, logits.shape[0]),
             *(arguments.temperature.data_ptr(), arguments.top_k.data_ptr(), arguments.top_p.data_ptr()),
             *(arguments.min_p.data_ptr(), arguments.seed.data_ptr(), arguments.sample_index.data_ptr()),
             *(arguments.position.data_ptr(), _pointer(arguments.row_index), _pointer(start), _pointer(ids)),
+            *(*_indexed_rows(arguments.adjusted), *_indexed_rows(arguments.allowed), _pointer(arguments.forced)),
             *(result.token_ids.data_ptr(), result.raw_logprobs.data_ptr(), result.sampled_logprobs.data_ptr()),
             *(result.kept_mass.data_ptr(), result.entropy.data_ptr(), result.status.data_ptr()),
+            num_kept.data_ptr(),
         )
         bad = self._sample(ctypes.byref(c_arguments))
         if bad:
-            raise draw_error(arguments, bad // 8 - 1, bad % 8)
+            raise draw_error(arguments, bad // 16 - 1, bad % 16)
         return result
 
     def noise_bits(self, seed: int, sample_index: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
@@ -433,6 +436,14 @@ def _kv_dtype(cache: KVCache) -> int:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _indexed_rows(pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[int | None, int, int, int | None]:
+    """Rows, their stride and number, and the index of each draw, as `sample` takes them."""
+    if pair is None:
+        return None, 0, 0, None
+    rows, index = pair
+    return rows.data_ptr(), rows.stride(0), rows.shape[0], index.data_ptr()
 
 
 def _temperature(temperature: float | torch.Tensor) -> tuple[int | None, float]:

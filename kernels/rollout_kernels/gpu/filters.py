@@ -43,12 +43,12 @@ def value_of_key(key):
 
 
 @triton.jit
-def load_allowed(row, banned, ids, size, HAS_BANNED: tl.constexpr):
-    """Logits of the ids, -inf past the end and where the draw's bit mask `banned` (int32 words) is set."""
+def load_allowed(row, masked, ids, size, HAS_MASK: tl.constexpr):
+    """Logits of the ids, -inf past the end and where the draw's bit mask `masked` (int32 words) is set."""
     mask = ids < size
     x = tl.load(row + ids, mask=mask, other=-_INFINITY)
-    if HAS_BANNED:
-        words = tl.load(banned + ids // 32, mask=mask, other=0)
+    if HAS_MASK:
+        words = tl.load(masked + ids // 32, mask=mask, other=0)
         x = tl.where(((words >> (ids % 32)) & 1) != 0, -_INFINITY, x)
     return x
 
@@ -56,7 +56,7 @@ def load_allowed(row, banned, ids, size, HAS_BANNED: tl.constexpr):
 @triton.jit
 def collect(
     row,
-    banned,
+    masked,
     size,
     maxima,  # float32 [chunks] of this draw: the chunks' largest allowed logits
     maximum,
@@ -66,7 +66,7 @@ def collect(
     floor,  # weights e below this do not
     list_logits,  # float32 [CANDIDATES] of this draw
     list_ids,  # int32 [CANDIDATES]
-    HAS_BANNED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
@@ -77,7 +77,7 @@ def collect(
         best = tl.load(maxima + start // CHUNK)
         if order_key(best) >= low:
             ids = start + tl.arange(0, CHUNK)
-            x = load_allowed(row, banned, ids, size, HAS_BANNED)
+            x = load_allowed(row, masked, ids, size, HAS_MASK)
             key = order_key(x)
             passes = (key >= low) & (key <= high) & (exp_nonpositive(gaps(x, maximum, inverse)) >= floor)
             kept = passes.to(tl.int32)
@@ -91,17 +91,17 @@ def collect(
 
 
 @triton.jit
-def load_listed(values, offsets, count, row, banned, HAS_BANNED: tl.constexpr, LISTED: tl.constexpr):
+def load_listed(values, offsets, count, row, masked, HAS_MASK: tl.constexpr, LISTED: tl.constexpr):
     """Logits from the list (`values`), or from the row where not LISTED; -inf past `count`."""
     if LISTED:
         return tl.load(values + offsets, mask=offsets < count, other=-_INFINITY)
-    return load_allowed(row, banned, offsets, count, HAS_BANNED)
+    return load_allowed(row, masked, offsets, count, HAS_MASK)
 
 
 @triton.jit
 def weight_between(
     row,
-    banned,
+    masked,
     list_logits,
     count,  # of the list, or the size of the row
     maximum,
@@ -111,7 +111,7 @@ def weight_between(
     high,
     WEIGHTED: tl.constexpr,  # sums weights; otherwise tokens
     LISTED: tl.constexpr,
-    HAS_BANNED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """What lies above `middle`, up to `high`: (sum of the weights, number of tokens, smallest key), all int64.
@@ -124,7 +124,7 @@ def weight_between(
     largest = tl.zeros((BLOCK,), tl.int32) + (low - 1)
     for start in range(0, count, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        x = load_listed(list_logits, offsets, count, row, banned, HAS_BANNED, LISTED)
+        x = load_listed(list_logits, offsets, count, row, masked, HAS_MASK, LISTED)
         key = order_key(x)
         inside = (key > middle) & (key <= high)
         tokens += inside.to(tl.int32)
@@ -143,7 +143,7 @@ def weight_between(
 @triton.jit
 def bisect(
     row,
-    banned,
+    masked,
     list_logits,
     count,
     maximum,
@@ -156,7 +156,7 @@ def bisect(
     enough,  # stops as soon as no more than this many are left between
     WEIGHTED: tl.constexpr,
     LISTED: tl.constexpr,
-    HAS_BANNED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Narrows [low, high] (int64) around the smallest key above which less than `target` (float64) lies.
@@ -167,8 +167,8 @@ def bisect(
     while (low < high) & (between > enough):
         middle = (low + high) >> 1
         weight, tokens, smallest, largest = weight_between(
-            row, banned, list_logits, count, maximum, inverse,
-            low.to(tl.int32), middle.to(tl.int32), high.to(tl.int32), WEIGHTED, LISTED, HAS_BANNED, BLOCK,
+            row, masked, list_logits, count, maximum, inverse,
+            low.to(tl.int32), middle.to(tl.int32), high.to(tl.int32), WEIGHTED, LISTED, HAS_MASK, BLOCK,
         )  # fmt: skip
         if (above + weight).to(tl.float64) < target:
             high = tl.maximum(largest, low)
@@ -183,7 +183,7 @@ def bisect(
 @triton.jit
 def find_cut(
     row,
-    banned,
+    masked,
     size,
     maxima,
     maximum,
@@ -194,7 +194,7 @@ def find_cut(
     low,
     target,
     WEIGHTED: tl.constexpr,
-    HAS_BANNED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     CHUNK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
@@ -211,21 +211,21 @@ def find_cut(
     listed = count
     if count > CANDIDATES:
         _, between, _, _ = weight_between(
-            row, banned, list_logits, size, maximum, inverse,
-            low.to(tl.int32), (low - 1).to(tl.int32), high.to(tl.int32), False, False, HAS_BANNED, ROW_BLOCK,
+            row, masked, list_logits, size, maximum, inverse,
+            low.to(tl.int32), (low - 1).to(tl.int32), high.to(tl.int32), False, False, HAS_MASK, ROW_BLOCK,
         )  # fmt: skip
         low, high, above, between = bisect(
-            row, banned, list_logits, size, maximum, inverse, low, high, above, target, between, CANDIDATES,
-            WEIGHTED, False, HAS_BANNED, ROW_BLOCK,
+            row, masked, list_logits, size, maximum, inverse, low, high, above, target, between, CANDIDATES,
+            WEIGHTED, False, HAS_MASK, ROW_BLOCK,
         )  # fmt: skip
         found = collect(
-            row, banned, size, maxima, maximum, inverse, low.to(tl.int32), high.to(tl.int32), -1.0,
-            list_logits, list_ids, HAS_BANNED, CHUNK, CANDIDATES,
+            row, masked, size, maxima, maximum, inverse, low.to(tl.int32), high.to(tl.int32), -1.0,
+            list_logits, list_ids, HAS_MASK, CHUNK, CANDIDATES,
         )  # fmt: skip
         listed = tl.minimum(found, CANDIDATES)
     low, high, above, between = bisect(
-        row, banned, list_logits, listed, maximum, inverse, low, high, above, target, between, 0,
-        WEIGHTED, True, HAS_BANNED, LIST_BLOCK,
+        row, masked, list_logits, listed, maximum, inverse, low, high, above, target, between, 0,
+        WEIGHTED, True, HAS_MASK, LIST_BLOCK,
     )  # fmt: skip
     return high.to(tl.int32), above
 
@@ -254,14 +254,14 @@ def top_k_bound(group_maxima, groups, k, GROUPS: tl.constexpr):
 @triton.jit
 def last_kept_tie(
     row,
-    banned,
+    masked,
     list_logits,
     list_ids,
     count,
     cut,  # int32 key
     ties,  # int64: how many tokens with this very key are kept
     LISTED: tl.constexpr,
-    HAS_BANNED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The id (int32) of the `ties`-th token with key `cut`; the largest int32 where there are fewer."""
@@ -269,7 +269,7 @@ def last_kept_tie(
     last = tl.full((), 2147483647, tl.int32)
     for start in range(0, count, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        x = load_listed(list_logits, offsets, count, row, banned, HAS_BANNED, LISTED)
+        x = load_listed(list_logits, offsets, count, row, masked, HAS_MASK, LISTED)
         tie = ((order_key(x) == cut) & (offsets < count)).to(tl.int32)
         place = seen + tl.cumsum(tie, 0).to(tl.int64)
         ids = offsets

@@ -86,6 +86,12 @@ def chunk_sums(x, maximum, inverse):
 
 
 @triton.jit
+def chunk_total(x, maximum, inverse):
+    """The first of `chunk_sums`."""
+    return tl.sum(fixed(exp_nonpositive(gaps(x, maximum, inverse))), 0)
+
+
+@triton.jit
 def chunk_scale(maxima, maximum, inverse):
     """(exp(d), d) in float64: what a chunk's weights count for in its row, d = (its maximum - the row's) * inverse."""
     d = (maxima.to(tl.float64) - maximum.to(tl.float64)) * inverse.to(tl.float64)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -32,38 +35,73 @@ def kept_ids(logits: np.ndarray, probabilities: np.ndarray, top_k: int, top_p: f
     return np.sort(order)
 
 
-def _draw(row: np.ndarray, arguments: SampleArguments, draw: int) -> tuple[int, float, float, float, float, int]:
-    """Token id, raw logprob, sampled logprob, kept mass, entropy and status of one draw from a row [V]."""
-    nothing = (-1, np.nan, np.nan, np.nan, np.nan)
-    if not row_is_valid(row):
-        return *nothing, STATUS_NOTHING_LEFT if (row == -np.inf).all() else STATUS_NOT_NUMBERS
-    allowed = row
+def _masked(row: np.ndarray, arguments: SampleArguments, draw: int) -> np.ndarray:
+    """The row [V] with -inf for what is banned or not allowed; the row itself where nothing is masked."""
+    masked = row
+    if arguments.allowed is not None and (index := int(arguments.allowed[1][draw])) >= 0:
+        words = np.ascontiguousarray(arguments.allowed[0][index].cpu().numpy())
+        may = np.unpackbits(words.view(np.uint8), count=len(row), bitorder="little").astype(bool)
+        masked = np.where(may, row, row.dtype.type(-np.inf))
     if arguments.banned is not None:
         start, ids = arguments.banned
-        allowed = row.copy()
-        allowed[ids[int(start[draw]) : int(start[draw + 1])].cpu().numpy()] = -np.inf
+        first, end = int(start[draw]), int(start[draw + 1])
+        if end > first:
+            masked = masked.copy()
+            masked[ids[first:end].cpu().numpy()] = -np.inf
+    return masked
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """The numbers of one draw, in the order of `SampleResult`."""
+
+    token_id: int = -1
+    raw_logprob: float = np.nan
+    sampled_logprob: float = np.nan
+    kept_mass: float = np.nan
+    entropy: float = np.nan
+    status: int = STATUS_OK
+    num_kept: int = 0
+
+
+def _draw(logits: np.ndarray, row: np.ndarray, arguments: SampleArguments, draw: int) -> _Drawn:
+    """One draw from `row` [V], which the model gave as `logits` [V]."""
+    for values in (logits, row):
+        if not row_is_valid(values):
+            nothing_left = bool((values == -np.inf).all())
+            return _Drawn(status=STATUS_NOTHING_LEFT if nothing_left else STATUS_NOT_NUMBERS)
+    allowed = _masked(row, arguments, draw)
     if allowed.max() == -np.inf:
-        return *nothing, STATUS_NOTHING_LEFT
-    raw = log_softmax_row(row, 1.0)
+        return _Drawn(status=STATUS_NOTHING_LEFT)
+    raw = log_softmax_row(logits, 1.0)
+    forced = -1 if arguments.forced is None else int(arguments.forced[draw])
     temperature = float(arguments.temperature[draw])
     if temperature == 0.0:
-        token = int(allowed.argmax())
-        return token, raw[token], 0.0, float(np.exp(raw[token])), entropy_row(raw), STATUS_OK
+        best = int(allowed.argmax())
+        token = best if forced < 0 else forced
+        own = log_softmax_row(row, 1.0)
+        sampled = 0.0 if token == best else -np.inf
+        return _Drawn(token, raw[token], sampled, float(np.exp(own[best])), entropy_row(own), STATUS_OK, 1)
     tempered = log_softmax_row(row, temperature)
     logprobs = log_softmax_row(allowed, temperature)
     probabilities = np.exp(logprobs)
     filters = int(arguments.top_k[draw]), float(arguments.top_p[draw]), float(arguments.min_p[draw])
-    ids = np.arange(len(row))
+    ids = np.flatnonzero(allowed > -np.inf)
+    whole = allowed is row
     if (0 < filters[0] < len(row)) or filters[1] < 1.0 or filters[2] > 0.0:
-        ids = kept_ids(allowed, probabilities, *filters)
-    key = (int(arguments.seed[draw]), int(arguments.sample_index[draw]), int(arguments.position[draw]))
-    u = (noise_array(*key, ids) + 0.5) * 2.0**-32
-    token = int(ids[np.argmax(probabilities[ids] / -np.log1p(-u))])
-    if len(ids) == len(row) and allowed is row:
-        return token, raw[token], tempered[token], 1.0, entropy_row(tempered), STATUS_OK
-    kept = probabilities[ids].sum()
-    mass = min(1.0, float(kept * np.exp(tempered[token] - logprobs[token])))
-    return token, raw[token], logprobs[token] - np.log(kept), mass, entropy_row(tempered), STATUS_OK
+        kept = kept_ids(allowed, probabilities, *filters)
+        whole, ids = whole and len(kept) == len(row), kept
+    if forced < 0:
+        key = (int(arguments.seed[draw]), int(arguments.sample_index[draw]), int(arguments.position[draw]))
+        u = (noise_array(*key, ids) + 0.5) * 2.0**-32
+        token = int(ids[np.argmax(probabilities[ids] / -np.log1p(-u))])
+    else:
+        token = forced
+    best = int(allowed.argmax())
+    total = 1.0 if whole else float(probabilities[ids].sum())
+    mass = 1.0 if whole else min(1.0, total * float(np.exp(tempered[best] - logprobs[best])))
+    sampled = logprobs[token] - np.log(total) if token in ids else -np.inf
+    return _Drawn(token, raw[token], sampled, mass, entropy_row(tempered), STATUS_OK, len(ids))
 
 
 def _check_draw(arguments: SampleArguments, draw: int, num_rows: int, vocab_size: int) -> None:
@@ -80,6 +118,9 @@ def _check_draw(arguments: SampleArguments, draw: int, num_rows: int, vocab_size
         0.0 <= float(arguments.min_p[draw]) <= 1.0,
         0 <= row < num_rows,
         banned_ok,
+        arguments.adjusted is None or -1 <= int(arguments.adjusted[1][draw]) < arguments.adjusted[0].shape[0],
+        arguments.allowed is None or -1 <= int(arguments.allowed[1][draw]) < arguments.allowed[0].shape[0],
+        arguments.forced is None or -1 <= int(arguments.forced[draw]) < vocab_size,
     )
     if not all(in_range):
         raise draw_error(arguments, draw, in_range.index(False) + 1)
@@ -91,10 +132,22 @@ def sample(logits: torch.Tensor, arguments: SampleArguments) -> SampleResult:
     for draw in range(draws):
         _check_draw(arguments, draw, *logits.shape)
     indices = range(draws) if arguments.row_index is None else arguments.row_index.tolist()
-    columns = list(zip(*(_draw(rows[row], arguments, draw) for draw, row in enumerate(indices)), strict=True))
-    columns = columns or [[] for _ in range(6)]
-    dtypes = (torch.int64, torch.float32, torch.float32, torch.float32, torch.float32, torch.uint8)
-    token_ids, raw, sampled, mass, entropy, status = (
-        torch.tensor(column, dtype=dtype, device=device) for column, dtype in zip(columns, dtypes, strict=True)
+    adjusted = None if arguments.adjusted is None else arguments.adjusted[0].detach().cpu().numpy()
+    adjusted_indices = [-1] * draws if arguments.adjusted is None else arguments.adjusted[1].tolist()
+    drawn = [
+        _draw(rows[row], rows[row] if adjusted is None or own < 0 else adjusted[own], arguments, draw)
+        for draw, (row, own) in enumerate(zip(indices, adjusted_indices, strict=True))
+    ]
+
+    def column(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    return SampleResult(
+        token_ids=column((one.token_id for one in drawn), torch.int64),
+        raw_logprobs=column((one.raw_logprob for one in drawn), torch.float32),
+        sampled_logprobs=column((one.sampled_logprob for one in drawn), torch.float32),
+        kept_mass=column((one.kept_mass for one in drawn), torch.float32),
+        entropy=column((one.entropy for one in drawn), torch.float32),
+        status=column((one.status for one in drawn), torch.uint8),
+        num_kept=column((one.num_kept for one in drawn), torch.int32),
     )
-    return SampleResult(token_ids, raw, sampled, mass, entropy, status)

@@ -26,6 +26,7 @@ struct Scratch {
   std::vector<int> bin_of, subset;  // for find_cut
   std::vector<float> subset_logits, subset_weights;
   std::vector<double> bins;
+  std::vector<uint32_t> words;  // a bit for each token that may be drawn
 
   explicit Scratch(long size) : masked(size), bins(2048) {
     const long padded = size + 32;  // room for whole vectors past the end
@@ -181,7 +182,7 @@ struct Filters {
   bool any() const { return top_k > 0 || top_p < 1.0f || min_p > 0.0f; }
 };
 
-// Leaves the kept tokens' ids and exponentials in `s.ids` and `s.weights`; returns how many. x is banned where need be,
+// Leaves the kept tokens' ids and exponentials in `s.ids` and `s.weights`; returns how many. x is masked where need be,
 // and `s.exponentials` belong to it, with the maximum at exactly 1 and the sum `total`.
 long apply_filters(const float* x, long size, double total, Filters filters, Scratch& s) {
   long count;

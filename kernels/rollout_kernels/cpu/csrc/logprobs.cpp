@@ -13,9 +13,10 @@ RK_INLINE v16f load_logits(const float* x, long count) {
 
 }  // namespace
 
-__attribute__((noinline)) bool row_maximum(const float* x, long size, float* maximum) {
+__attribute__((noinline)) bool row_maximum(const float* x, long size, float* maximum, float* minimum) {
   const v16f infinity = splat(__builtin_inff());
   v16f best[4] = {-infinity, -infinity, -infinity, -infinity};
+  v16f least[4] = {infinity, infinity, infinity, infinity};
   v16i good = ~v16i{};
   long i = 0;
   for (; i + 64 <= size; i += 64)
@@ -23,12 +24,15 @@ __attribute__((noinline)) bool row_maximum(const float* x, long size, float* max
       const v16f v = load(x + i + 16 * j);
       good &= (v16i)(v < infinity);
       best[j] = vmax(v, best[j]);
+      least[j] = vmin(v, least[j]);
     }
   for (; i < size; i += 16) {
     const v16f v = load_logits(x + i, size - i);
     good &= (v16i)(v < infinity);
     best[0] = vmax(v, best[0]);
+    least[0] = vmin(select((v16i)(kLaneIndex < (int)(size - i)), v, infinity), least[0]);
   }
+  if (minimum) *minimum = -horizontal_max(-vmin(vmin(least[0], least[1]), vmin(least[2], least[3])));
   *maximum = horizontal_max(vmax(vmax(best[0], best[1]), vmax(best[2], best[3])));
   return !any_lane(~good) && *maximum > -__builtin_inff();
 }

@@ -16,8 +16,9 @@ RK_INLINE float inverse_temperature(float temperature) {
   return inverse < 1e30f ? inverse : 1e30f;
 }
 
-// The maximum of a row. Returns false where a value is NaN or +inf, or where every value is -inf.
-bool row_maximum(const float* x, long size, float* maximum);
+// The maximum of a row, and its minimum where asked for. Returns false where a value is NaN or +inf (the minimum then
+// means nothing), or where every value is -inf.
+bool row_maximum(const float* x, long size, float* maximum, float* minimum = nullptr);
 
 // Sums of a row; also writes e to `exponentials` where given (room for a multiple of 16, zeros past the end).
 RowSums row_sums(const float* x, long size, float maximum, float inverse, float* exponentials);
