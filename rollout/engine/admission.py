@@ -61,7 +61,7 @@ class Admission:
         return None if params.structured_outputs is None else self._grammar_problem(params)
 
     def _grammar_problem(self, params: SamplingParams) -> str | None:
-        if self._tokenizer is None:
+        if self._detokenizer is None:
             return "structured_outputs needs a tokenizer, and the model's folder has none"
         try:
             self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)
@@ -157,11 +157,9 @@ class Admission:
         return groups
 
 
-def params_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts, from one for all or a list; the defaults by None."""
-    return _one_each(
-        "sampling_params", SamplingParams() if sampling_params is None else sampling_params, SamplingParams, count
-    )
+def params_each(sampling_params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts, from one for all or a list."""
+    return _one_each("sampling_params", sampling_params, SamplingParams, count)
 
 
 def priorities_each(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:
