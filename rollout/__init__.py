@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollout.lora.request import LoRARequest
     from rollout.models.registry import ModelRegistry
     from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
+    from rollout.sampling.processors import LogitsBatch
     from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
     from rollout.session import Session, Turn, generate_sessions
@@ -34,6 +35,7 @@ __all__ = [
     "Diagnosis",
     "EngineConfig",
     "LoRARequest",
+    "LogitsBatch",
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
@@ -63,6 +65,7 @@ _MODULES = {
     "Diagnosis": "rollout.diagnosis",
     "EngineConfig": "rollout.config",
     "LoRARequest": "rollout.lora.request",
+    "LogitsBatch": "rollout.sampling.processors",
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",

@@ -12,6 +12,7 @@ from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
 from rollout.engine.detokenize import Detokenizer
 from rollout.engine.interface import Engine
+from rollout.engine.text_checks import TextChecks
 from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest
 from rollout.outputs import RequestOutput
@@ -40,6 +41,8 @@ class Admission:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._numbers = itertools.count()
+        config = engine.config
+        self._text = TextChecks(tokenizer, engine.vocab_size, config.reasoning_start, config.reasoning_end)
 
     def problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
         """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
@@ -58,7 +61,9 @@ class Admission:
             return outside
         if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
-        return None if params.structured_outputs is None else self._grammar_problem(params)
+        if params.structured_outputs is not None and (problem := self._grammar_problem(params)) is not None:
+            return problem
+        return self._text.problem(params)
 
     def _grammar_problem(self, params: SamplingParams) -> str | None:
         if self._detokenizer is None:
