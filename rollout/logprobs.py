@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
 
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.core.schedule import TopLogprobs
 from rollout.engine.token_texts import KnownTexts, TokenTexts
 
@@ -79,6 +80,12 @@ class Logprobs(Sequence[EntryT], Generic[EntryT]):
     @property
     def chosen_logprobs(self) -> np.ndarray:
         return self._top.chosen
+
+    def columns(self) -> LogprobColumns:
+        """The arrays, for a sample that goes on from here."""
+        columns = LogprobColumns(self._top.num_top, self._top.num_chosen)
+        columns.append(self._top)
+        return columns
 
     def __len__(self) -> int:
         return len(self._token_ids)

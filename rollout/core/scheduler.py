@@ -24,7 +24,16 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("completed", "entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids", "top_logprobs")
+    __slots__ = (
+        "completed",
+        "entropy",
+        "failures",
+        "kept_mass",
+        "raw_logprobs",
+        "sampled_logprobs",
+        "token_ids",
+        "top_logprobs",
+    )
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -34,6 +43,7 @@ class _Draws:
         self.entropy: list[float] = result.entropy.tolist()
         self.completed = result.completed
         self.top_logprobs = result.top_logprobs  # by the draw, of those that ask for it
+        self.failures = result.failures
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -176,6 +186,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self.kv.forget(request)
         self._pass_on_siblings(request)
+        request.forked_from = None
         del self._requests[request.request_id]
         group = self._groups[request.group_id]
         del group[request.request_id]
@@ -295,7 +306,7 @@ class Scheduler:
             token_id = columns.token_ids[index]
             new = known if request is leader else _copy_arrays(leader, request)
             if token_id == NOT_A_TOKEN:
-                self._retire_in_error(request, outputs, new)
+                self._retire_in_error(request, outputs, new, columns.failures.get(index))
                 continue
             _take_arrays(request, columns, index)
             self._take_token(request, token_id)
@@ -304,11 +315,15 @@ class Scheduler:
             outputs.append((request, [*new, token_id] if new else [token_id]))
 
     def _retire_in_error(
-        self, request: Request, outputs: list[tuple[Request, list[int]]], token_ids: list[int] | None = None
+        self,
+        request: Request,
+        outputs: list[tuple[Request, list[int]]],
+        token_ids: list[int] | None = None,
+        why: str | None = None,
     ) -> None:
-        """Ends a request whose logits were not numbers, after `token_ids`, which this step has told of."""
+        """Ends a request that cannot go on, after `token_ids`, which this step has told of."""
         self.kv.withdraw(request)
-        self._retire(request, FinishReason.ERROR, None)
+        self._retire(request, FinishReason.ERROR, why)
         outputs.append((request, token_ids or []))
 
     def _take_token(self, request: Request, token_id: int) -> None:
@@ -355,10 +370,10 @@ class Scheduler:
     def _preempt_all_but(self, kept: AbstractSet[str]) -> None:
         pending: set[str] = set()
         for request in self._requests.values():
-            if request.request_id in kept or request.beam_options is not None:
-                continue
             request.siblings = [sibling for sibling in request.siblings if sibling.status is RequestStatus.WAITING]
             pending.update(sibling.request_id for sibling in request.siblings)
+            if request.request_id in kept or request.beam_options is not None:
+                continue
             if request.status is _RUNNING:
                 self._planner.count_preemption(request)
             if request.status in (_RUNNING, RequestStatus.SWAPPED):

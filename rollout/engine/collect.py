@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ class Group:
     num_unfinished: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     prompt_logprobs: PromptLogprobs | None = None  # once all of them are known
+    resumes: RequestOutput | None = None  # whose unfinished samples these are; the others stay as they are there
 
     @classmethod
     def of(
@@ -56,7 +57,9 @@ class Group:
         params = samples[0].params
         shows_growth = streams and params.detokenize and params.output_kind is not RequestOutputKind.FINAL_ONLY
         if detokenizer is not None and (params.stop_strings or shows_growth):
-            group.texts = {sample.request_id: SampleText(detokenizer.growing(params), params) for sample in samples}
+            for sample in samples:
+                text = group.texts[sample.request_id] = SampleText(detokenizer.growing(params), params)
+                text.begin(sample.output_token_ids)
         return group
 
     def note_receipt(self, receipt: Receipt | None) -> None:
@@ -81,6 +84,7 @@ class Group:
         leader = self.samples[0]
         if outputs is None:
             outputs = [self.completion(index, tokenizer) for index in range(len(self.samples))]
+            outputs = outputs if self.resumes is None else joined(self.resumes, outputs)
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
             request_id=self.group_id,
@@ -88,13 +92,14 @@ class Group:
             prompt_token_ids=leader.prompt_token_ids,
             outputs=outputs,
             finished=self.num_unfinished == 0,
-            num_cached_tokens=leader.num_cached_tokens,
+            num_cached_tokens=leader.num_cached_tokens if self.resumes is None else self.resumes.num_cached_tokens,
             policy_version=max(versions),
             receipt_id=self.receipt_ids.get(max(versions)),
             receipt_ids={version: self.receipt_ids[version] for version in sorted(versions & self.receipt_ids.keys())},
             lora_request=leader.lora_request,
             prompt_logprobs=self._prompt_logprobs(tokenizer),
             logprobs_mode=self.logprobs_mode,
+            cache_salt=leader.cache_salt,
         )
 
     def completion(
@@ -130,6 +135,9 @@ class Group:
             seed=sample.seed,
             sample_index=sample.sample_index,
             policy_versions=_spans(sample.policy_spans, sample.num_output_tokens, first),
+            parent=sample.parent,
+            branch_position=sample.branch_position,
+            num_forced_tokens=min(sample.num_forced_tokens, sample.num_output_tokens),
             logprobs=logprobs,
             logprobs_mode=self.logprobs_mode,
         )
@@ -142,6 +150,8 @@ class Group:
 
     def _prompt_logprobs(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:
         """Of the sample that knows most of them: one that was aborted early may have none."""
+        if self.resumes is not None and self.samples[0].params.prompt_logprobs is None:
+            return self.resumes.prompt_logprobs
         if self.prompt_logprobs is None:
             sample = max(self.samples, key=lambda sample: len(sample.prompt_logprobs))
             found = prompt_logprobs_of(sample, tokenizer)
@@ -167,6 +177,17 @@ def prompt_logprobs_of(sample: Request, tokenizer: PreTrainedTokenizerBase | Non
 
 def _texts(tokenizer: PreTrainedTokenizerBase | None, sample: Request) -> DecodedTexts | None:
     return None if tokenizer is None or not sample.params.detokenize else DecodedTexts(tokenizer)
+
+
+def is_unfinished(output: CompletionOutput) -> bool:
+    """Whether there is something to resume: it was aborted, or is still on its way."""
+    return output.finish_reason in (None, "abort")
+
+
+def joined(before: RequestOutput, resumed: list[CompletionOutput]) -> list[CompletionOutput]:
+    """All samples of an output, the unfinished ones of then as they are now."""
+    now = iter(resumed)
+    return [replace(next(now), index=output.index) if is_unfinished(output) else output for output in before.outputs]
 
 
 def _spans(starts: list[tuple[int, int]], num_tokens: int, first: int) -> list[PolicyVersionSpan]:

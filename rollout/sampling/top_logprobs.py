@@ -9,6 +9,7 @@ import torch
 
 import rollout_kernels
 from rollout.core.schedule import Draw, TopLogprobs
+from rollout.sampling_checks import resolve_count
 from rollout.worker.inputs import StepInputs, fetch
 
 _ROWS = 256  # draws whose results are held on the device at once: 256 x 49,152 of them are 100 MB for whole rows
@@ -44,13 +45,9 @@ def top_logprobs_of_targets(
 ) -> tuple[TopLogprobs, np.ndarray]:
     """Of each row of `logits` (float32 [R, vocab]) with the token that follows it (int64 [R]); and that token's own
     raw logprob, float32 [R]. `num_top` of -1 is the whole vocabulary."""
-    top = rollout_kernels.top_logprobs(logits, _resolve(num_top, logits.shape[1]), target_ids, None, None)
+    top = rollout_kernels.top_logprobs(logits, resolve_count(num_top, logits.shape[1]), target_ids, None, None)
     ids, top_logprobs, ranks, logprobs = fetch([top.top_ids, top.top_logprobs, top.ranks, top.logprobs])
     return TopLogprobs.of(ids, top_logprobs, ranks, np.empty((len(ranks), 0), np.float32)), logprobs
-
-
-def _resolve(count: int | None, vocab_size: int) -> int:
-    return vocab_size if count == -1 else min(count or 0, vocab_size)
 
 
 def _alike(draws: Sequence[Draw], token_ids: np.ndarray, vocab_size: int) -> Iterator[tuple[int, int, list[int]]]:
@@ -61,7 +58,7 @@ def _alike(draws: Sequence[Draw], token_ids: np.ndarray, vocab_size: int) -> Ite
         if params.logprobs is None and params.logprob_token_ids is None:
             continue
         if token_ids[index] >= 0:
-            numbers = _resolve(params.logprobs, vocab_size), len(params.logprob_token_ids or ())
+            numbers = resolve_count(params.logprobs, vocab_size), len(params.logprob_token_ids or ())
             by_numbers.setdefault(numbers, []).append(index)
     for (num_top, num_chosen), indices in by_numbers.items():
         for start in range(0, len(indices), _ROWS):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout.core.schedule import join
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import FinishReason, Request
-from tests.support.core_requests import make_family
+from tests.support.core_requests import continue_from, make_family
 from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob, fake_top_logprobs
 
 MAX_MODEL_LEN = 40
@@ -115,9 +117,10 @@ def check_tokens(request: Request, complete: bool = True) -> None:
 
 def check_top_logprobs(request: Request, complete: bool) -> None:
     """Of each token whose neighbours were asked for there is one row: that of its prefix, wherever it was computed."""
-    tokens, start, params = request.token_ids, request.num_prompt_tokens, request.params
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    start, params = request.num_prompt_tokens, request.params
     parts = [(request.top_logprobs, params.logprobs, params.logprob_token_ids or (), range(start, len(tokens)))]
-    if complete or len(tokens) > start:
+    if request.scores_prompt and (complete or len(tokens) > start):
         parts.append((request.prompt_top_logprobs, params.prompt_logprobs, (), range(1, start)))
     for columns, num_top, chosen, places in parts:
         assert (columns is None) == (num_top is None)
@@ -197,6 +200,7 @@ class Interruptions(RuleBasedStateMachine):
         self.bad: set[str] = set()
         self.num_families = 0
         self.next_version = 1
+        self.next_index = 100
 
     @rule(wish=wishes(), poison=st.integers(0, 9))
     def add(self, wish: Wish, poison: int) -> None:
@@ -226,6 +230,35 @@ class Interruptions(RuleBasedStateMachine):
         if plan is not None and result is not None:
             updated = {member.request_id for member, _ in self.scheduler.update(plan, result)}
             assert updated.isdisjoint(member.request_id for member in aborted)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), n=st.integers(1, 3))
+    def fork(self, data: st.DataObject, n: int) -> None:
+        """A branch of a sample that waits, runs or has ended, from anywhere in its output."""
+        parent = data.draw(st.sampled_from(self.requests))
+        last = min(parent.num_output_tokens, parent.max_tokens - 1)
+        last -= parent.finish_reason is FinishReason.STOP and last == parent.num_output_tokens
+        if last < 0:
+            return
+        at = data.draw(st.integers(0, last))
+        self.next_index += n
+        self.go_on(parent, at, range(self.next_index - n, self.next_index), branch_position=at, forked_from=parent)
+
+    @precondition(lambda self: any(request.finish_reason is FinishReason.ABORT for request in self.requests))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        ended = [request for request in self.requests if request.finish_reason is FinishReason.ABORT]
+        request = data.draw(st.sampled_from(ended))
+        fields = {name: getattr(request, name) for name in ("branch_position", "scores_prompt")}
+        fields["prompt_logprobs"] = request.prompt_logprobs[:]
+        self.go_on(request, request.num_output_tokens, [request.sample_index], **fields)
+
+    def go_on(self, parent: Request, at: int, sample_indices: Sequence[int], **fields: Any) -> None:
+        name = str(self.num_families)
+        family = continue_from(parent, name, at, sample_indices, arrival=self.num_families, **fields)
+        self.num_families += 1
+        self.runner.add(family[0])
+        self.requests += family
 
     @rule()
     def forget_a_plan(self) -> None:
