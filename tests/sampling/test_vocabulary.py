@@ -64,7 +64,8 @@ def test_the_bytes_of_tokens_are_the_bytes_of_the_text(vocabulary: Vocabulary, d
         text = vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
         ours = b"".join(tokens[token_id] for token_id in ids).decode(errors="replace")
         if "\ufffd" not in ours:
-            assert ours == text or ours == f" {text}"  # some leave out the first space of a text
+            assert ours.endswith(text)
+            assert not ours.removesuffix(text).strip(" ")  # some leave out the first spaces of a text
         else:  # decoders differ in how much of a run of wrong bytes one replacement character stands for
             assert "\ufffd" in text
 
