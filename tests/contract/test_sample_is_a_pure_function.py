@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import LLM, CompletionOutput, SamplingParams
+from rollout import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from tests.support.tiny import make_tiny_llama
 
 SHARED = list(range(40, 75))
@@ -24,7 +24,10 @@ PROMPTS = [
     [11, 12] * 9,
     SHARED,
     [5, 4, 3, 2],
+    [*SHARED[:20], 8],
+    [9, 8, 7],
 ]
+GRAMMAR = StructuredOutputsParams(json_object=True)
 PARAMS = [
     SamplingParams(max_tokens=20, seed=1, ignore_eos=True, n=3),
     SamplingParams(max_tokens=25, seed=2, n=4, temperature=0.7),
@@ -34,6 +37,10 @@ PARAMS = [
     SamplingParams(max_tokens=22, seed=5, min_p=0.1, n=2, stop_token_ids=[20, 21, 22, 23]),
     SamplingParams(max_tokens=9, seed=6, ignore_eos=True),
     SamplingParams(max_tokens=40, seed=7, temperature=1.3, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=14, seed=8, n=2, structured_outputs=GRAMMAR, stop_token_ids=[20], logit_bias={97: 4.0}),
+    SamplingParams(
+        max_tokens=9, seed=9, n=2, structured_outputs=StructuredOutputsParams(regex="[ab]{3,12}"), ignore_eos=True
+    ),
 ]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
@@ -51,7 +58,7 @@ def same(a: CompletionOutput, b: CompletionOutput) -> bool:
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     dtype = torch.bfloat16 if request.param in ("bfloat16", "int8") else torch.float32
     folder = make_tiny_llama(
-        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
+        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True, tokenizer=True
     )
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
@@ -175,6 +182,11 @@ def _resume(llm: LLM, index: int, part: CompletionOutput) -> CompletionOutput:
     """Continues an aborted sample with what is left of its budget; returns both parts as one."""
     asked, done = PARAMS[index], len(part.token_ids)
     assert asked.max_tokens is not None
+    if asked.structured_outputs is not None:  # the grammar begins with the output: what there is of it is forced
+        again = replace(
+            asked, n=1, seed=part.seed, first_sample_index=part.sample_index, forced_token_ids=part.token_ids or None
+        )
+        return llm.generate(PROMPTS[index], again)[0].outputs[0]
     rest = replace(
         asked,
         n=1,

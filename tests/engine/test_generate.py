@@ -174,9 +174,8 @@ def test_a_seedless_request_can_be_replayed_from_its_output(tmp_path: Path) -> N
 
 
 def test_unsupported_parameters_are_refused_by_name() -> None:
-    for field, value in {
-        "prompt_logprobs": 1,
-    }.items():
+    unsupported: dict[str, Any] = {"prompt_logprobs": 1}
+    for field, value in unsupported.items():
         with pytest.raises(ValueError, match=f"{field}=.*not supported yet"):
             SamplingParams(**{field: value})
     with pytest.raises(TypeError, match="best_of"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from rollout import LLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
@@ -104,12 +104,28 @@ def assert_same_outputs(mine: list[RequestOutput], theirs: list[RequestOutput]) 
         SamplingParams(n=4, max_tokens=40, seed=11),
         SamplingParams(n=3, max_tokens=60, stop=["e", "ab"], temperature=1.5, top_p=0.9, seed=3, logprobs=0),
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[7, 9], min_tokens=3),
+        SamplingParams(
+            n=2,
+            max_tokens=30,
+            seed=4,
+            structured_outputs=StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", 7, None]}}),
+        ),
+        SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
     ],
-    ids=["samples", "stop strings", "greedy"],
+    ids=["samples", "stop strings", "greedy", "schema", "choice"],
 )
 def test_outputs_are_those_of_one_engine_bit_for_bit(engines: Engines, params: SamplingParams) -> None:
     assert_same_outputs(engines.one.generate(PROMPTS, params), engines.two.generate(PROMPTS, params))
     assert engines.two.num_unfinished == 0
+
+
+def test_a_bad_schema_is_refused_before_any_rank_hears_of_it(engines: Engines) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nope"}))
+    with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs.json=.*Invalid type: nope"):
+        engines.two.generate(PROMPTS[:2], [SamplingParams(), bad])
+    assert engines.two.num_unfinished == 0
+    outputs = engines.two.generate(PROMPTS[:2], [SamplingParams(max_tokens=3), bad], on_invalid="return")
+    assert outputs[0].error is None and "Invalid type" in (outputs[1].error or "")
 
 
 def test_streams_join_to_the_outputs_of_one_engine(engines: Engines) -> None:
