@@ -11,7 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import LLM, CompletionOutput, LogitsBatch, RepetitionDetectionParams, SamplingParams
+from rollout import (
+    LLM,
+    CompletionOutput,
+    LogitsBatch,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.support.tiny import make_tiny_llama
 
 SHARED = list(range(40, 75))
@@ -35,7 +42,10 @@ PROMPTS = [
     [5, 4, 3, 2],
     [*SHARED[:18], 7, 7],
     [7, 8, 9],
+    [*SHARED[:20], 8],
+    [9, 8, 7],
 ]
+GRAMMAR = StructuredOutputsParams(json_object=True)
 PARAMS = [
     SamplingParams(max_tokens=20, seed=1, ignore_eos=True, n=3),
     SamplingParams(max_tokens=25, seed=2, n=4, temperature=0.7),
@@ -56,6 +66,10 @@ PARAMS = [
         logits_processors=[halve_what_is_written],
         repetition_detection=RepetitionDetectionParams(2, 1, 3),
     ),
+    SamplingParams(max_tokens=14, seed=8, n=2, structured_outputs=GRAMMAR, stop_token_ids=[20], logit_bias={97: 4.0}),
+    SamplingParams(
+        max_tokens=9, seed=9, n=2, structured_outputs=StructuredOutputsParams(regex="[ab]{3,12}"), ignore_eos=True
+    ),
 ]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
@@ -73,7 +87,7 @@ def same(a: CompletionOutput, b: CompletionOutput) -> bool:
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     dtype = torch.bfloat16 if request.param in ("bfloat16", "int8") else torch.float32
     folder = make_tiny_llama(
-        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
+        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True, tokenizer=True
     )
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
@@ -199,6 +213,11 @@ def _resume(llm: LLM, index: int, part: CompletionOutput) -> CompletionOutput:
     """Continues an aborted sample with what is left of its budget; returns both parts as one."""
     asked, done = PARAMS[index], len(part.token_ids)
     assert asked.max_tokens is not None
+    if asked.structured_outputs is not None:  # the grammar begins with the output: what there is of it is forced
+        again = replace(
+            asked, n=1, seed=part.seed, first_sample_index=part.sample_index, forced_token_ids=part.token_ids or None
+        )
+        return llm.generate(PROMPTS[index], again)[0].outputs[0]
     rest = replace(
         asked,
         n=1,

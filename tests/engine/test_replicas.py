@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from rollout import LLM, BeamSearchParams, RepetitionDetectionParams, RequestOutput, RequestOutputKind, SamplingParams
+from rollout import (
+    LLM,
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
@@ -140,12 +148,28 @@ def test_searches_are_those_of_one_engine(engines: Engines) -> None:
             logits_processors=[Favour(5, 1.5), RepetitionPenaltyLogitsProcessor(1.1)],
         ),
         SamplingParams(n=2, max_tokens=30, seed=4, ignore_eos=True, logits_processors=Favour(5, 1.5, limit=4)),  # type: ignore[arg-type]
+        SamplingParams(
+            n=2,
+            max_tokens=30,
+            seed=4,
+            structured_outputs=StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", 7, None]}}),
+        ),
+        SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
     ],
-    ids=["samples", "stop strings", "greedy", "adjusted logits", "processor that fails"],
+    ids=["samples", "stop strings", "greedy", "adjusted logits", "processor that fails", "schema", "choice"],
 )
 def test_outputs_are_those_of_one_engine_bit_for_bit(engines: Engines, params: SamplingParams) -> None:
     assert_same_outputs(engines.one.generate(PROMPTS, params), engines.two.generate(PROMPTS, params))
     assert engines.two.num_unfinished == 0
+
+
+def test_a_bad_schema_is_refused_before_any_rank_hears_of_it(engines: Engines) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nope"}))
+    with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs.json=.*Invalid type: nope"):
+        engines.two.generate(PROMPTS[:2], [SamplingParams(), bad])
+    assert engines.two.num_unfinished == 0
+    outputs = engines.two.generate(PROMPTS[:2], [SamplingParams(max_tokens=3), bad], on_invalid="return")
+    assert outputs[0].error is None and "Invalid type" in (outputs[1].error or "")
 
 
 def test_streams_join_to_the_outputs_of_one_engine(engines: Engines) -> None:
