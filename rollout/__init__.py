@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollout.lora.request import LoRARequest
     from rollout.models.registry import ModelRegistry
     from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
+    from rollout.sampling.processors import LogitsBatch
     from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ __all__ = [
     "Diagnosis",
     "EngineConfig",
     "LoRARequest",
+    "LogitsBatch",
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
@@ -56,6 +58,7 @@ _MODULES = {
     "Diagnosis": "rollout.diagnosis",
     "EngineConfig": "rollout.config",
     "LoRARequest": "rollout.lora.request",
+    "LogitsBatch": "rollout.sampling.processors",
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",

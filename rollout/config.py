@@ -38,6 +38,7 @@ class EngineConfig:
     `data_parallel_size` above 1 runs so many copies of the engine, each in a process of its own, which share the
     requests. `num_threads`, `kv_cache_memory` and `swap_space` are of each; without `num_threads` they share the
     machine's cores, and `gpu_memory_utilization` on a CPU is of all of them. On CUDA each has a device of its own.
+    `reasoning_start` and `reasoning_end` are the texts between which the model thinks (`thinking_token_budget`).
     """
 
     model: str
@@ -65,6 +66,8 @@ class EngineConfig:
     data_parallel_size: int = 1
     seed: int = 0
     trust_remote_code: bool = False
+    reasoning_start: str = "<think>"
+    reasoning_end: str = "</think>"
     worker_extension_cls: str | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +107,9 @@ class EngineConfig:
             )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ValueError("swap_space=0 is not valid with preemption_mode='swap': give it bytes, e.g. '1GiB'")
+        for field in ("reasoning_start", "reasoning_end"):
+            if not isinstance(getattr(self, field), str) or not getattr(self, field):
+                raise ValueError(f"{field}={getattr(self, field)!r} is not valid: it must be text, not empty")
         for field in ("enforce_eager", "enable_lora"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r} is not valid: it must be True or False")

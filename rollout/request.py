@@ -95,7 +95,7 @@ class Request:
     kept_mass: array[float] = field(default_factory=lambda: array("f"))
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
-    sample_state: SampleState | None = None  # where draws depend on the tokens before them
+    sample_state: SampleState | None = None  # where draws take more than logits, temperature and filters
     beam_result: BeamResult | None = None  # of a beam search that has ended
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Request:
             self.token_ids = list(self.prompt_token_ids)
         self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
         self.num_forced_tokens = max(self.num_forced_tokens, len(self.forced_token_ids))
-        if self.params.looks_at_tokens:
+        if self.params.adjusts_logits:
             self.sample_state = SampleState(
                 self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
             )

@@ -42,6 +42,7 @@ from rollout_kernels.operations import (
     silu_and_mul,
     token_logprobs,
     token_logprobs_and_entropy,
+    top_logprobs,
     varlen_attention,
     write_kv,
 )
@@ -51,6 +52,7 @@ from rollout_kernels.results import (
     STATUS_OK,
     SampleArguments,
     SampleResult,
+    TopLogprobsResult,
 )
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "KVLayout",
     "SampleArguments",
     "SampleResult",
+    "TopLogprobsResult",
     "backend_info",
     "backend_on",
     "can_record",
@@ -93,6 +96,7 @@ __all__ = [
     "silu_and_mul",
     "token_logprobs",
     "token_logprobs_and_entropy",
+    "top_logprobs",
     "use_backend",
     "varlen_attention",
     "write_kv",

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from rollout_kernels.errors import draw_error, logprob_error
+from rollout_kernels.errors import draw_error, logprob_error, top_logprob_error
 from rollout_kernels.int8 import Int8Weight, int8_weight_shapes
 from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache, KVLayout, tile_shapes
 from rollout_kernels.results import SampleArguments
@@ -321,7 +321,7 @@ def draw_values(arguments: SampleArguments, num_rows: int, vocab_size: int) -> N
         (top_p > 0) & (top_p <= 1),
         (min_p >= 0) & (min_p <= 1),
         (rows >= 0) & (rows < num_rows),
-        _banned_values(arguments, draws, vocab_size),
+        _offsets_and_ids(arguments.banned, draws, vocab_size),
         *(
             torch.ones(draws, dtype=torch.bool) if index is None else (index >= -1) & (index < count)
             for index, count in _optional_indices(arguments, vocab_size)
@@ -331,6 +331,49 @@ def draw_values(arguments: SampleArguments, num_rows: int, vocab_size: int) -> N
     if bad.any():
         draw = int(bad.any(1).int().argmax())
         raise draw_error(arguments, draw, int(bad[draw].int().argmax()) + 1)
+
+
+def top_logprobs(
+    logits: torch.Tensor,
+    num_top: int,
+    token_ids: torch.Tensor,
+    row_index: torch.Tensor | None,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    has_dtype("logits", logits, torch.float32)
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        fail_shape("logits", logits, "[R, V]")
+    unit_stride("logits", logits)
+    if isinstance(num_top, bool) or not isinstance(num_top, int) or not 0 <= num_top <= logits.shape[1]:
+        raise ValueError(f"num_top={num_top!r} is not valid: it must be an integer from 0 to {logits.shape[1]}")
+    draws = token_ids.shape[0]
+    vector("token_ids", token_ids, draws, torch.int64)
+    if row_index is not None:
+        vector("row_index", row_index, draws, torch.int64)
+    if chosen is not None:
+        start, ids = chosen
+        vector("chosen", start, draws + 1, torch.int32)
+        vector("chosen", ids, ids.shape[0], torch.int32)
+        if start.is_cpu and (int(start[0]), int(start[-1])) != (0, ids.shape[0]):
+            raise ValueError(f"chosen offsets must go from 0 to the number of ids, {ids.shape[0]}")
+
+
+def top_logprob_values(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    row_index: torch.Tensor | None,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """The values of `top_logprobs`' arguments, where they lie on the host. Raises `ValueError` naming the draw."""
+    (num_rows, vocab_size), draws = logits.shape, token_ids.shape[0]
+    rows = torch.arange(draws) if row_index is None else row_index
+    good = [(token_ids >= -1) & (token_ids < vocab_size), (rows >= 0) & (rows < num_rows)]
+    good.append(_offsets_and_ids(chosen, draws, vocab_size))
+    bad = ~torch.stack(good, 1)
+    if bad.any():
+        draw = int(bad.any(1).int().argmax())
+        problem = int(bad[draw].int().argmax()) + 1
+        raise top_logprob_error(token_ids, row_index, draw, problem, num_rows, vocab_size)
 
 
 def _optional_indices(arguments: SampleArguments, vocab_size: int) -> list[tuple[torch.Tensor | None, int]]:
@@ -343,11 +386,11 @@ def _optional_indices(arguments: SampleArguments, vocab_size: int) -> list[tuple
     ]
 
 
-def _banned_values(arguments: SampleArguments, draws: int, vocab_size: int) -> torch.Tensor:
-    """Whether each draw's offsets ascend and its banned ids are in the vocabulary, bool [R]."""
-    if arguments.banned is None:
+def _offsets_and_ids(lists: tuple[torch.Tensor, torch.Tensor] | None, draws: int, vocab_size: int) -> torch.Tensor:
+    """Whether each draw's offsets ascend and its ids are in the vocabulary, bool [R]."""
+    if lists is None:
         return torch.ones(draws, dtype=torch.bool)
-    start, ids = (part.long() for part in arguments.banned)
+    start, ids = (part.long() for part in lists)
     first, end = start[:-1], start[1:]
     before = torch.cat([torch.zeros(1, dtype=torch.int64), ((ids < 0) | (ids >= vocab_size)).long().cumsum(0)])
     last = ids.shape[0]

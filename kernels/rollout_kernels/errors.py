@@ -51,6 +51,23 @@ def draw_error(arguments: SampleArguments, draw: int, problem: int) -> ValueErro
     return ValueError(f"{name}[{draw}]={value!r} is not valid: it must be {valid}")
 
 
+def top_logprob_error(
+    token_ids: torch.Tensor, row_index: torch.Tensor | None, draw: int, problem: int, num_rows: int, vocab_size: int
+) -> ValueError:
+    """A token id (problem 1), a row (2) or the chosen ids (3) of a draw of `top_logprobs` out of range."""
+    if problem == 1:
+        value = int(token_ids[draw])
+        return ValueError(f"token_ids[{draw}]={value} is not valid: it must be -1 (none) to {vocab_size - 1}")
+    if problem == 2:
+        value = draw if row_index is None else int(row_index[draw])
+        return ValueError(
+            f"row_index[{draw}]={value} is not valid: it must be a row of the logits, up to {num_rows - 1}"
+        )
+    return ValueError(
+        f"chosen of draw {draw} is not valid: it must be ascending offsets, and token ids of the vocabulary"
+    )
+
+
 def logprob_error(
     token_ids: torch.Tensor, temperature: float | torch.Tensor, row: int, problem: int, vocab_size: int
 ) -> ValueError:

@@ -17,7 +17,7 @@ from rollout_kernels.dispatch import backend_for, current_setting
 from rollout_kernels.int8 import Int8Weight, empty_int8_weight
 from rollout_kernels.kv_cache import KVCache, kv_cache_shapes, kv_scale_shape
 from rollout_kernels.reference.reduce import accumulation_dtype
-from rollout_kernels.results import SampleArguments, SampleResult
+from rollout_kernels.results import SampleArguments, SampleResult, TopLogprobsResult
 
 __all__ = [
     "copy_and_fingerprint",
@@ -43,6 +43,7 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "token_logprobs",
+    "top_logprobs",
     "varlen_attention",
     "write_kv",
 ]
@@ -411,6 +412,27 @@ def token_logprobs_and_entropy(
 def _temperature(temperature: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
     """As the pair (one a row, one for all) of which the operations read the first that is there."""
     return (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
+
+
+def top_logprobs(
+    logits: torch.Tensor,
+    num_top: int,
+    token_ids: torch.Tensor,
+    row_index: torch.Tensor | None = None,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> TopLogprobsResult:
+    """The `num_top` (0 to V) largest log-probabilities of each of D rows of logits float32 [rows, V], with their ids.
+
+    Draw d looks at row `row_index[d]` (int64 [D]; None: row d). `token_ids` (int64 [D]) names a token for each, -1
+    none, whose log-probability and rank come back; `chosen` (int32 [D + 1] offsets into int32 ids [C]) names more, for
+    their log-probabilities alone. See `TopLogprobsResult`.
+
+    Raises `ValueError` naming the argument and the draw for a value out of range (on a GPU, where nothing looks back,
+    it gives NaN), and where a gradient is wanted, since there is none.
+    """
+    checks.top_logprobs(logits, num_top, token_ids, row_index, chosen)
+    _refuse_grad("top_logprobs", logits)
+    return backend_for(logits).top_logprobs(logits, num_top, token_ids, row_index, chosen)
 
 
 def linear_token_logprobs(

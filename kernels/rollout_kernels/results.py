@@ -57,3 +57,18 @@ class SampleResult:
     entropy: torch.Tensor  # float32 [R]
     status: torch.Tensor  # uint8 [R]
     num_kept: torch.Tensor  # int32 [R]
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobsResult:
+    """Of the model's own distribution (temperature 1, nothing filtered): the bits of `SampleResult.raw_logprobs`.
+
+    A row that has no distribution (NaN or +inf among its logits, or only -inf) gives the ids 0, 1, 2, ..., NaN for
+    every logprob, and rank 0. A token id of -1 (nothing was drawn) gives the logprob NaN and rank 0.
+    """
+
+    top_ids: torch.Tensor  # int32 [D, k], in the order (logit descending, id ascending)
+    top_logprobs: torch.Tensor  # float32 [D, k]
+    logprobs: torch.Tensor  # float32 [D], of the given token
+    ranks: torch.Tensor  # int32 [D], 1 + how many logits are larger than the given token's
+    chosen_logprobs: torch.Tensor  # float32 [C], of the chosen ids, in their order

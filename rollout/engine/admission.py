@@ -13,6 +13,7 @@ from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
 from rollout.engine.detokenize import Detokenizer
 from rollout.engine.interface import Engine
+from rollout.engine.text_checks import TextChecks
 from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest
 from rollout.outputs import RequestOutput
@@ -41,6 +42,8 @@ class Admission:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._numbers = itertools.count()
+        config = engine.config
+        self._text = TextChecks(tokenizer, engine.vocab_size, config.reasoning_start, config.reasoning_end)
 
     def problem(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
         """Why a prompt cannot be run with these parameters (None: scored), in a sentence."""
@@ -62,10 +65,12 @@ class Admission:
             return f"the prompt's {len(ids)} tokens and {num_forced} forced ones are more than max_model_len={limit}"
         if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
-        return None if params.structured_outputs is None else self._grammar_problem(params)
+        if params.structured_outputs is not None and (problem := self._grammar_problem(params)) is not None:
+            return problem
+        return self._text.problem(params)
 
     def _grammar_problem(self, params: SamplingParams) -> str | None:
-        if self._tokenizer is None:
+        if self._detokenizer is None:
             return "structured_outputs needs a tokenizer, and the model's folder has none"
         try:
             self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)

@@ -67,6 +67,7 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     arrival: int
     cache_salt: str | None
     scores_prompt: bool
+    processors: bytes | None  # pickled: `params.logits_processors`, which `params` then lacks
     samples: list[Sample]
     beam_options: BeamOptions | None = None
     output_token_ids: bytes = b""  # int32: what their output begins with

@@ -46,7 +46,7 @@ from rollout.engine.messages import (
 )
 from rollout.engine.profile import StepProfile
 from rollout.engine.reports import join_ledgers, join_sleep_reports, join_wake_reports
-from rollout.engine.transfer import apply, pack_family
+from rollout.engine.transfer import apply, pack_family, pack_processors
 from rollout.engine.update_over_ranks import PolicyUpdateOverRanks
 from rollout.errors import (
     EngineAsleepError,
@@ -185,7 +185,9 @@ class EngineReplicas:
     # Requests
 
     def check_fits(self, request: Request) -> None:
+        """Raises `ValueError` where the request can never run to its end, or its logits processors cannot be sent."""
         check_fits(request, self._limits)
+        pack_processors(request.params)
 
     def check_grammar(self, params: SamplingParams, eos_token_ids: AbstractSet[int]) -> None:
         """Compiled here too, so that what is wrong is said before any rank hears of it. See `EngineCore`."""

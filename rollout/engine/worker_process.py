@@ -47,7 +47,7 @@ from rollout.engine.messages import (
     decode_command,
     encode,
 )
-from rollout.engine.transfer import Reporter, unpack_family
+from rollout.engine.transfer import Reporter, Unpacker
 from rollout.engine.update_on_rank import UpdateOnRank
 from rollout.models.registry import ModelRegistry
 from rollout.request import FinishReason, Request
@@ -73,6 +73,7 @@ class Replica:
         self._socket = socket
         self._bucket = bucket
         self._reporter = Reporter()
+        self._unpacker = Unpacker()
         self._engine: EngineCore | None = None
         self._update: UpdateOnRank | None = None
         self._halted = False  # a step failed: no more before the other side has heard of it and says so
@@ -160,7 +161,7 @@ class Replica:
         self._send(Loaded(name))
 
     def _add(self, engine: EngineCore, command: Add) -> None:
-        families = [unpack_family(family, self._parent(family)) for family in command.families]
+        families = [self._unpacker.requests(family, self._parent(family)) for family in command.families]
         engine.add(requests[0] for requests in families)
         for family, requests in zip(command.families, families, strict=True):
             for sample, request in zip(family.samples, requests, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from rollout.engine.transfer import pack_family, unpack_family
+from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
 from tests.support.extension import (
@@ -446,8 +446,9 @@ def test_a_request_is_sent_whole() -> None:
     state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens"}
     state |= {"parent", "forked_from"}  # of no use to a worker, and named by its handle
     refused = {"lora_request", "adapter_slot", "adapter_key"}
-    assert unpack_family(pack_family(leader, [4, 5], 3), parent := Request(**given))[0].forked_from is parent
+    parent = Request(**given)
+    assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent)[0].forked_from is parent
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused
-    for sent, arrived in zip((leader, *leader.siblings), unpack_family(pack_family(leader, [4, 5])), strict=True):
+    for sent, arrived in zip((leader, *leader.siblings), Unpacker().requests(pack_family(leader, [4, 5])), strict=True):
         assert {name: getattr(arrived, name) for name in given} == {name: getattr(sent, name) for name in given}

@@ -45,6 +45,28 @@ class CSampleArguments(ctypes.Structure):
     ]
 
 
+class CTopArguments(ctypes.Structure):
+    """Mirrors `TopArguments` of `csrc/top_logprobs.cpp`."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("row_stride", c_int64),
+        ("vocab_size", c_int64),
+        ("num_draws", c_int64),
+        ("num_rows", c_int64),
+        ("num_top", c_int64),
+        ("token_ids", c_void_p),
+        ("row_index", c_void_p),
+        ("chosen_start", c_void_p),
+        ("chosen_ids", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+        ("chosen_logprobs", c_void_p),
+    ]
+
+
 _CODES: dict[str, Any] = {
     "p": c_void_p,
     "l": c_int64,
@@ -52,6 +74,7 @@ _CODES: dict[str, Any] = {
     "f": c_float,
     "u": c_uint64,
     "S": POINTER(CSampleArguments),
+    "T": POINTER(CTopArguments),
     "-": None,
 }
 
@@ -79,6 +102,7 @@ SIGNATURES = {
     "rk_noise_bits": ("-", "lll p p l"),
     "rk_token_logprobs": ("l", "pl p p f p p ll"),
     "rk_token_logprobs_backward": ("-", "pl p p f p p i ll"),
+    "rk_top_logprobs": ("l", "T"),
     "rk_replay": ("l", "ppp l p"),
     "rk_fingerprint": ("u", "p lll"),
     "rk_copy_and_fingerprint": ("u", "pi pi ll"),

@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 
-from rollout_kernels.cpu.bindings import CSampleArguments, bind
+from rollout_kernels.cpu.bindings import CSampleArguments, CTopArguments, bind
 from rollout_kernels.cpu.build import load_library
-from rollout_kernels.errors import adapter_error, draw_error, logprob_error, position_error, slot_error, token_error
+from rollout_kernels.errors import (
+    adapter_error,
+    draw_error,
+    logprob_error,
+    position_error,
+    slot_error,
+    token_error,
+    top_logprob_error,
+)
 from rollout_kernels.int8 import Int8Weight, scratch_row_bytes
 from rollout_kernels.kv_cache import TILE, KVCache
-from rollout_kernels.results import SampleArguments, SampleResult
+from rollout_kernels.results import SampleArguments, SampleResult, TopLogprobsResult
 
 _DTYPE = {torch.float32: 0, torch.bfloat16: 1}
 _KV_DTYPE = _DTYPE | {torch.int8: 2}
@@ -54,6 +62,7 @@ class CpuKernels:
         self._noise_bits = functions["noise_bits"]
         self._token_logprobs = functions["token_logprobs"]
         self._token_logprobs_backward = functions["token_logprobs_backward"]
+        self._top_logprobs = functions["top_logprobs"]
         self._fingerprint = functions["fingerprint"]
         self._copy_and_fingerprint = functions["copy_and_fingerprint"]
 
@@ -403,6 +412,35 @@ class CpuKernels:
             *(grad.data_ptr(), out.data_ptr(), _DTYPE[out_dtype], rows, size),
         )
         return out
+
+    def top_logprobs(
+        self,
+        logits: torch.Tensor,
+        num_top: int,
+        token_ids: torch.Tensor,
+        row_index: torch.Tensor | None,
+        chosen: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> TopLogprobsResult:
+        self._follow_torch()
+        draws, (num_rows, size) = token_ids.shape[0], logits.shape
+        start, ids = chosen or (None, None)
+        result = TopLogprobsResult(
+            top_ids=torch.empty((draws, num_top), dtype=torch.int32),
+            top_logprobs=torch.empty((draws, num_top), dtype=torch.float32),
+            logprobs=torch.empty(draws, dtype=torch.float32),
+            ranks=torch.empty(draws, dtype=torch.int32),
+            chosen_logprobs=torch.empty(0 if ids is None else ids.shape[0], dtype=torch.float32),
+        )
+        arguments = CTopArguments(
+            *(logits.data_ptr(), logits.stride(0), size, draws, num_rows, num_top, token_ids.data_ptr()),
+            *(_pointer(row_index), _pointer(start), _pointer(ids), result.top_ids.data_ptr()),
+            *(result.top_logprobs.data_ptr(), result.logprobs.data_ptr(), result.ranks.data_ptr()),
+            result.chosen_logprobs.data_ptr(),
+        )
+        bad = self._top_logprobs(ctypes.byref(arguments))
+        if bad:
+            raise top_logprob_error(token_ids, row_index, bad // 4 - 1, bad % 4, num_rows, size)
+        return result
 
     def fingerprint(self, tensor: torch.Tensor) -> int:
         self._follow_torch()

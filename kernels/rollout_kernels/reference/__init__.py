@@ -18,6 +18,7 @@ from rollout_kernels.reference.noise import noise_bits
 from rollout_kernels.reference.norm import rms_norm, rms_norm_backward
 from rollout_kernels.reference.rotary import rotate_
 from rollout_kernels.reference.sampling import sample
+from rollout_kernels.reference.top_logprobs import top_logprobs
 
 name = "reference"
 kv_layout = "tiled"
@@ -47,5 +48,6 @@ __all__ = [
     "silu_and_mul_backward",
     "token_logprobs",
     "token_logprobs_backward",
+    "top_logprobs",
     "write_kv",
 ]
