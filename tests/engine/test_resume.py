@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import LLM, CompletionOutput, RequestOutput, SamplingParams
+from rollout import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.support.tiny import make_tiny_llama
 
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
@@ -88,6 +88,35 @@ def test_forced_tokens_have_the_arrays_of_the_sample_that_drew_them(
     if "preemption_mode" in config and num_forced < 20:  # 20 are computed at once, and end there
         assert llm.get_metrics()["num_preemptions_total"] > 0
     assert llm.get_metrics()["kv_cache_usage"] == 0
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": -0.3},
+        {"logit_bias": {9: 4.0}, "allowed_token_ids": range(3, 60)},
+        {"bad_words": ["e", "th"]},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{0,60}")},
+        {"min_tokens": 12, "ignore_eos": False, "stop_token_ids": [30, 31, 32, 33]},
+        {"stop": ["a", "e", "qz"], "min_tokens": 5},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_forced_and_resumed_draws_see_the_tokens_before_them(folder: Path, extra: dict[str, object]) -> None:
+    # case SP-03
+    params = replace(PARAMS, **extra)  # type: ignore[arg-type]
+    llm = LLM(folder, kv_cache_memory="8MiB", block_size=4, max_num_batched_tokens=7)
+    drawn = llm.generate(PROMPT, params)[0]
+    for sample in drawn.outputs:
+        for count in {1, len(sample.token_ids) // 2, len(sample.token_ids)}:
+            forced = replace(params, n=1, first_sample_index=sample.sample_index)
+            forced = replace(forced, forced_token_ids=sample.token_ids[:count])
+            assert_same(llm.generate(PROMPT, forced)[0].outputs[0], sample)
+    for count in (0, 1, 5, 11):
+        parts = [cut(sample, count) if count < len(sample.token_ids) else sample for sample in drawn.outputs]
+        (resumed,) = llm.resume(replace(drawn, outputs=parts), params)
+        for now, before in zip(resumed.outputs, drawn.outputs, strict=True):
+            assert_same(now, before)
 
 
 def test_samples_go_their_own_ways_behind_the_forced_tokens(llm: LLM, whole: RequestOutput) -> None:
