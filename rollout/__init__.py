@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollout.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from rollout.chat_template import PrefixReport, preserves_prefixes
     from rollout.config import EngineConfig
     from rollout.diagnosis import Cause, Diagnosis, SampleRecord, diagnose
     from rollout.llm import LLM, generate
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollout.sampling.processors import LogitsBatch
     from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
+    from rollout.session import Session, Turn, generate_sessions
     from rollout.tree import RolloutTree
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
+    "PrefixReport",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
@@ -45,9 +48,13 @@ __all__ = [
     "SampleRecord",
     "SamplingParams",
     "ScoreOutput",
+    "Session",
     "StructuredOutputsParams",
+    "Turn",
     "diagnose",
     "generate",
+    "generate_sessions",
+    "preserves_prefixes",
 ]
 
 _MODULES = {
@@ -64,6 +71,7 @@ _MODULES = {
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",
+    "PrefixReport": "rollout.chat_template",
     "RepetitionDetectionParams": "rollout.sampling_options",
     "RequestOutput": "rollout.outputs",
     "RequestOutputKind": "rollout.sampling_options",
@@ -71,9 +79,13 @@ _MODULES = {
     "SampleRecord": "rollout.diagnosis",
     "SamplingParams": "rollout.sampling_params",
     "ScoreOutput": "rollout.outputs",
+    "Session": "rollout.session",
     "StructuredOutputsParams": "rollout.sampling_options",
+    "Turn": "rollout.session",
     "diagnose": "rollout.diagnosis",
     "generate": "rollout.llm",
+    "generate_sessions": "rollout.session",
+    "preserves_prefixes": "rollout.chat_template",
 }
 
 

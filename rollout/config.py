@@ -34,6 +34,8 @@ class EngineConfig:
     faster, with logprobs of the rounded weights (`docs/quantization.md`); a trainer's own, from the weights themselves,
     differ from them and need a correction (`rollout_trainers.corrections`). CPU only.
     `enable_lora` makes room for `max_loras` LoRA adapters of ranks up to `max_lora_rank` (`docs/lora.md`).
+    `generation_config` "off" samples with the defaults of `SamplingParams` where no parameters are given; "auto" with
+    what the model's `generation_config.json` suggests, or that in another folder. What it changes is logged.
     `num_threads` sets the threads of torch and of the kernels, for the whole process.
     `data_parallel_size` above 1 runs so many copies of the engine, each in a process of its own, which share the
     requests. `num_threads`, `kv_cache_memory` and `swap_space` are of each; without `num_threads` they share the
@@ -43,6 +45,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    generation_config: str = "off"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_model_len: int | None = None
@@ -89,6 +92,10 @@ class EngineConfig:
         for field in ("max_model_len", "num_threads"):
             if getattr(self, field) is not None:
                 _check_positive(self, field)
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ValueError(
+                f"generation_config={self.generation_config!r} is not valid: it must be 'off', 'auto' or a folder"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not valid: above 0, up to 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:

@@ -28,6 +28,7 @@ from rollout.errors import WorkerDiedError
 from rollout.lora.request import LoRARequest, one_each
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
+from rollout.models.generation_config import read_generation_defaults
 from rollout.models.loader import iterate_checkpoint
 from rollout.models.pretrained import resolve_model
 from rollout.models.tokenizer import find_eos_token_ids, find_tokenizer
@@ -35,6 +36,7 @@ from rollout.outputs import RequestOutput, ScoreOutput
 from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
+from rollout.session import Session
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -54,6 +56,7 @@ class LLM:
     def __init__(self, model: str | Path, *, show_progress: bool | None = None, **config: Any) -> None:
         folder = resolve_model(str(model))
         self.config = EngineConfig(model=str(model), **config)
+        self._defaults = read_generation_defaults(self.config.generation_config, folder).params
         with _progress("Loading weights", None, "tensor", show_progress) as bar:
             self._engine: Engine = make_engine(self.config, folder, on_tensor=lambda _: _advance(bar))
         self._folder = folder
@@ -100,7 +103,7 @@ class LLM:
         """
         items = split_prompts(prompts)
         params, priorities = (
-            params_each(sampling_params, len(items)),
+            self._params_each(sampling_params, len(items)),
             priorities_each(priority, len(items), self.config.scheduling_policy),
         )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
@@ -126,7 +129,7 @@ class LLM:
         """
         items = split_prompts(prompts)
         params, priorities = (
-            params_each(sampling_params, len(items)),
+            self._params_each(sampling_params, len(items)),
             priorities_each(priority, len(items), self.config.scheduling_policy),
         )
         choices = one_each(lora_request, len(items))
@@ -159,7 +162,7 @@ class LLM:
         them."""
         items = split_prompts(prompts)
         params, priorities = (
-            params_each(sampling_params, len(items)),
+            self._params_each(sampling_params, len(items)),
             priorities_each(priority, len(items), self.config.scheduling_policy),
         )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
@@ -276,7 +279,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
         items = split_prompts(messages)  # type: ignore[arg-type]
-        params = params_each(sampling_params, len(items))
+        params = self._params_each(sampling_params, len(items))
 
         def encode(item: Any) -> Prompt:
             ids = encode_chat(
@@ -292,6 +295,10 @@ class LLM:
 
         adapters = one_each(lora_request, len(items))
         return self._run(self._encode(items, encode), params, [0] * len(items), adapters, use_tqdm, on_invalid)
+
+    def session(self, messages: Sequence[Message] | None = None, **options: Any) -> Session:
+        """A conversation of several turns that is never tokenised again; see `rollout.session.Session`."""
+        return Session(self, messages, **options)
 
     def beam_search(
         self,
@@ -350,6 +357,10 @@ class LLM:
                 raise RuntimeError(_why_not_scored(request))
             outputs.append(ScoreOutput(request.prompt_token_ids, np.array(request.prompt_logprobs, np.float32)))
         return outputs
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means; `generation_config` may have changed it."""
+        return self._defaults
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises `ValueError` where its folder has none."""
@@ -547,6 +558,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _params_each(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        return params_each(self._defaults if sampling_params is None else sampling_params, count)
 
     def _encode(self, items: list[PromptLike], encode: Callable[[PromptLike], Prompt]) -> list[Prompt]:
         prompts = []

@@ -182,11 +182,9 @@ def _leaders(requests: list[Request]) -> list[Request]:
     return [request for request in requests if request.request_id not in followers]
 
 
-def params_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts, from one for all or a list; the defaults by None."""
-    return _one_each(
-        "sampling_params", SamplingParams() if sampling_params is None else sampling_params, SamplingParams, count
-    )
+def params_each(sampling_params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts, from one for all or a list."""
+    return _one_each("sampling_params", sampling_params, SamplingParams, count)
 
 
 def priorities_each(priority: Sequence[int] | None, count: int, policy: str) -> list[int]:

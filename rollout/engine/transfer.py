@@ -75,7 +75,7 @@ class Unpacker:
         self._processors: OrderedDict[bytes, Any] = OrderedDict()
 
     def requests(self, family: Family, forked_from: Request | None = None) -> list[Request]:
-        """The requests of a message, with the first leading the others. They are forks of `forked_from`."""
+        """See `unpack_family`."""
         return unpack_family(family, self._with_processors(family), forked_from)
 
     def _with_processors(self, family: Family) -> SamplingParams:
@@ -90,10 +90,8 @@ class Unpacker:
 
 
 def unpack_family(family: Family, params: SamplingParams, forked_from: Request | None = None) -> list[Request]:
-    """The requests of a message, with these parameters, the first leading the others.
-
-    The arrays of what their output begins with, which nobody asks for here, hold zeros.
-    """
+    """The requests of a message, with these parameters, the first leading the others. `forked_from` is the request that
+    they are forks of. The arrays of what they begin with, which nobody asks for here, hold zeros."""
     prompt = np.frombuffer(family.prompt_token_ids, np.int32).tolist()
     output = np.frombuffer(family.output_token_ids, np.int32).tolist()
     zeros = bytes(4 * len(output))

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from rollout import LLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
+from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
@@ -97,6 +98,24 @@ def assert_same_outputs(mine: list[RequestOutput], theirs: list[RequestOutput]) 
 
 
 # Generation
+
+
+def test_searches_are_those_of_one_engine(engines: Engines) -> None:
+    # case BS-01
+    params = BeamSearchParams(4, 30, length_penalty=0.6, early_stopping="never")
+    for mine, theirs in zip(
+        engines.two.beam_search(PROMPTS, params), engines.one.beam_search(PROMPTS, params), strict=True
+    ):
+        assert (mine.error, mine.policy_version, mine.receipt_id) == (None, theirs.policy_version, theirs.receipt_id)
+        assert mine.kv_blocks_saved > 0
+        for a, b in zip(mine.sequences, theirs.sequences, strict=True):
+            assert (a.output_token_ids, a.score, a.text, a.finish_reason) == (
+                b.output_token_ids,
+                b.score,
+                b.text,
+                b.finish_reason,
+            )
+            np.testing.assert_array_equal(a.output_logprobs, b.output_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -438,16 +457,16 @@ def test_a_request_is_sent_whole() -> None:
         "entropy": array("f", [0.0, 0.0]),
         "policy_spans": [(0, 0), (3, 1)],
         "branch_position": 2,
+        "beam_options": BeamOptions(3, 0.5, "never"),
     }
     leader = Request(**given)
     leader.siblings = [Request(**{**given, "request_id": "7-1", "sample_index": 4})]
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
-    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens"}
+    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens", "beam_result"}
     state |= {"parent", "forked_from"}  # of no use to a worker, and named by its handle
     refused = {"lora_request", "adapter_slot", "adapter_key"}
-    parent = Request(**given)
-    assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent)[0].forked_from is parent
+    assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent := Request(**given))[0].forked_from is parent
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused
     for sent, arrived in zip((leader, *leader.siblings), Unpacker().requests(pack_family(leader, [4, 5])), strict=True):
