@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +43,7 @@ PROMPTS = [
     [7, 8, 9],
     [*SHARED[:20], 8],
     [9, 8, 7],
+    SHARED[:30],
 ]
 GRAMMAR = StructuredOutputsParams(json_object=True)
 PARAMS = [
@@ -70,6 +70,7 @@ PARAMS = [
     SamplingParams(
         max_tokens=9, seed=9, n=2, structured_outputs=StructuredOutputsParams(regex="[ab]{3,12}"), ignore_eos=True
     ),
+    SamplingParams(max_tokens=30, seed=8, n=2, ignore_eos=True, forced_token_ids=[*SHARED[30:], *range(3, 20)]),
 ]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
@@ -200,32 +201,7 @@ def test_an_aborted_sample_resumes_as_if_it_had_never_stopped(
         llm.abort(ids)
         outputs = ended + llm.wait_for_completion()
         assert sorted(output.request_id for output in outputs) == sorted(ids)
-        for output in outputs:
-            index = ids.index(output.request_id)
-            if PARAMS[index].adjusts_logits:  # penalties tell prompt and output apart
-                continue
-            for part, whole in zip(output.outputs, expected[index], strict=True):
-                resumed = part if part.finish_reason != "abort" else _resume(llm, index, part)
+        params = [PARAMS[ids.index(output.request_id)] for output in outputs]
+        for output in llm.resume(outputs, params):
+            for resumed, whole in zip(output.outputs, expected[ids.index(output.request_id)], strict=True):
                 assert same(resumed, whole)
-
-
-def _resume(llm: LLM, index: int, part: CompletionOutput) -> CompletionOutput:
-    """Continues an aborted sample with what is left of its budget; returns both parts as one."""
-    asked, done = PARAMS[index], len(part.token_ids)
-    assert asked.max_tokens is not None
-    if asked.structured_outputs is not None:  # the grammar begins with the output: what there is of it is forced
-        again = replace(
-            asked, n=1, seed=part.seed, first_sample_index=part.sample_index, forced_token_ids=part.token_ids or None
-        )
-        return llm.generate(PROMPTS[index], again)[0].outputs[0]
-    rest = replace(
-        asked,
-        n=1,
-        seed=part.seed,
-        first_sample_index=part.sample_index,
-        max_tokens=asked.max_tokens - done,
-        min_tokens=max(0, asked.min_tokens - done),
-    )
-    more = llm.generate([*PROMPTS[index], *part.token_ids], rest)[0].outputs[0]
-    joined = {name: np.append(getattr(part, name), getattr(more, name)) for name in ARRAYS}
-    return replace(more, token_ids=part.token_ids + more.token_ids, **joined)

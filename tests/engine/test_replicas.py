@@ -451,7 +451,7 @@ def test_a_time_limit_names_the_ranks_and_the_late_answer_is_dropped(engines: En
 
 
 def test_forced_resumed_and_forked_samples_are_those_of_one_engine(engines: Engines) -> None:
-    params = SamplingParams(n=3, max_tokens=40, seed=12, ignore_eos=True)
+    params = SamplingParams(n=3, max_tokens=40, seed=12, ignore_eos=True, logprobs=2, frequency_penalty=0.4)
     whole = engines.one.generate(PROMPTS, params)
     forced = replace(params, forced_token_ids=whole[0].outputs[2].token_ids[:25], stop=["q", "z"])
     assert_same_outputs(engines.two.generate(PROMPTS, forced), engines.one.generate(PROMPTS, forced))
@@ -463,12 +463,16 @@ def test_forced_resumed_and_forked_samples_are_those_of_one_engine(engines: Engi
     engines.two.abort(ids)
     *parts, fork = engines.two.wait_for_completion()
     assert fork.request_id == fork_id
-    assert_same_samples(engines.two.resume(parts, params), whole)
+    resumed = engines.two.resume(parts, params)
+    assert_same_samples(resumed, whole)
+    for output, wanted in zip(resumed, whole, strict=True):
+        assert [sample.logprobs for sample in output.outputs] == [sample.logprobs for sample in wanted.outputs]
     for sample in fork.outputs:
         alone = replace(params, n=1, first_sample_index=sample.sample_index)
         alone = replace(alone, forced_token_ids=whole[3].outputs[1].token_ids[:5])
         (output,) = engines.one.generate(PROMPTS[3], alone)
         assert_same_samples([replace(fork, outputs=[sample])], [output])
+        assert sample.logprobs == output.outputs[0].logprobs
 
 
 def test_what_cannot_be_sent_is_refused_here(engines: Engines) -> None:

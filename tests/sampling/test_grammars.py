@@ -353,7 +353,7 @@ def test_options_that_a_form_does_not_use_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="structured_outputs"):
             StructuredOutputsParams(**fields)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="thinking_token_budget=5 is not valid: .*structured_outputs"):
+    with pytest.raises(ValueError, match=r"thinking_token_budget=5 is not valid: .*structured_outputs"):
         SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), thinking_token_budget=5)
 
 
