@@ -76,6 +76,7 @@ class Request:
     forked_from: Request | None = None  # goes on from an output of this one: shares its KV while that runs
     parent: tuple[str, int] | None = None  # group id and sample index of the sample that it was forked from
     branch_position: int = 0  # leading output tokens that it has from there
+    num_forced_tokens: int = 0  # leading output tokens that nobody drew
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output
     num_computed_tokens: int = 0
@@ -94,14 +95,15 @@ class Request:
     kept_mass: array[float] = field(default_factory=lambda: array("f"))
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
-    sample_state: SampleState | None = None  # where draws depend on the tokens before them
+    sample_state: SampleState | None = None  # where draws take more than logits, temperature and filters
     beam_result: BeamResult | None = None  # of a beam search that has ended
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
-        if self.params.looks_at_tokens:
+        self.num_forced_tokens = max(self.num_forced_tokens, len(self.forced_token_ids))
+        if self.params.adjusts_logits:
             self.sample_state = SampleState(
                 self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
             )

@@ -169,6 +169,8 @@ def _check_texts(params: SamplingParams) -> None:
         for text in getattr(params, field):
             if not isinstance(text, str) or not text:
                 _fail(field, text, _TEXTS)
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                _fail(field, text, "text without surrogates, which no output has")
     if params.stop_strings and not params.detokenize:
         _fail("detokenize", params.detokenize, "True when stop strings are given, since they are matched in text")
 

@@ -21,17 +21,9 @@ __all__ = [
 # Fields that are on their way, with the value that means "not used". Setting one to anything else raises: a parameter
 # that is accepted and ignored would change what is sampled without anybody noticing.
 _NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": ((),),
     "logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
-    "logits_processors": (None,),
-    "thinking_token_budget": (None,),
 }
 
 
@@ -99,11 +91,20 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def looks_at_tokens(self) -> bool:
-        """Whether a draw depends on the tokens before it in other ways than through the model."""
-        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        others = (self.bad_words, self.structured_outputs, self.logits_processors)
-        return bool(has_penalty or any(others) or self.thinking_token_budget is not None)
+    def has_penalty(self) -> bool:
+        """Whether tokens that a sample has already are more or less likely because of that."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether a draw takes more than the model's logits, the temperature and the filters."""
+        optional = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.logits_processors)
+        return bool(
+            self.has_penalty
+            or any(optional)
+            or self.structured_outputs is not None
+            or self.thinking_token_budget is not None
+        )
 
 
 def _refuse_unsupported(params: SamplingParams) -> None:

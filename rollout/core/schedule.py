@@ -25,7 +25,7 @@ class Draw:
     sample_index: int
     position: int  # absolute position of the token to be drawn, = number of tokens before it
     banned_token_ids: tuple[int, ...] = ()  # ids with probability zero (min_tokens)
-    state: SampleState | None = None  # where the draw depends on the tokens before it (penalties, grammars, …)
+    state: SampleState | None = None  # where the draw takes more than this (penalties, masks, processors, grammars)
     row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
     forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
 
@@ -85,6 +85,7 @@ class StepResult:
     entropy: np.ndarray  # float32 [num_draws], nats, of the tempered distribution before filters
     # index of the draw -> stop reason, where its sample ends with this token since its grammar allows no more
     completed: dict[int, int | None] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)  # index of the draw -> why it has no token
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
     # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it

@@ -24,7 +24,7 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("completed", "entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+    __slots__ = ("completed", "entropy", "failures", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -33,6 +33,7 @@ class _Draws:
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
         self.completed = result.completed
+        self.failures = result.failures
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -294,7 +295,7 @@ class Scheduler:
             token_id = columns.token_ids[index]
             new = known if request is leader else _copy_arrays(leader, request)
             if token_id == NOT_A_TOKEN:
-                self._retire_in_error(request, outputs, new)
+                self._retire_in_error(request, outputs, new, columns.failures.get(index))
                 continue
             _take_arrays(request, columns, index)
             self._take_token(request, token_id)
@@ -303,11 +304,15 @@ class Scheduler:
             outputs.append((request, [*new, token_id] if new else [token_id]))
 
     def _retire_in_error(
-        self, request: Request, outputs: list[tuple[Request, list[int]]], token_ids: list[int] | None = None
+        self,
+        request: Request,
+        outputs: list[tuple[Request, list[int]]],
+        token_ids: list[int] | None = None,
+        why: str | None = None,
     ) -> None:
-        """Ends a request whose logits were not numbers, after `token_ids`, which this step has told of."""
+        """Ends a request that cannot go on, after `token_ids`, which this step has told of."""
         self.kv.withdraw(request)
-        self._retire(request, FinishReason.ERROR, None)
+        self._retire(request, FinishReason.ERROR, why)
         outputs.append((request, token_ids or []))
 
     def _take_token(self, request: Request, token_id: int) -> None:

@@ -46,7 +46,7 @@ from rollout.engine.messages import (
 )
 from rollout.engine.profile import StepProfile
 from rollout.engine.reports import join_ledgers, join_sleep_reports, join_wake_reports
-from rollout.engine.transfer import apply, pack_family
+from rollout.engine.transfer import apply, pack_family, pack_processors
 from rollout.engine.update_over_ranks import PolicyUpdateOverRanks
 from rollout.errors import (
     EngineAsleepError,
@@ -185,7 +185,9 @@ class EngineReplicas:
     # Requests
 
     def check_fits(self, request: Request) -> None:
+        """Raises `ValueError` where the request can never run to its end, or its logits processors cannot be sent."""
         check_fits(request, self._limits)
+        pack_processors(request.params)
 
     def check_grammar(self, params: SamplingParams, eos_token_ids: AbstractSet[int]) -> None:
         """Compiled here too, so that what is wrong is said before any rank hears of it. See `EngineCore`."""
@@ -215,9 +217,13 @@ class EngineReplicas:
         families: dict[int, list[Family]] = {}
         handles: list[int] = []
         for leader in leaders:
+            parent = self._handle_of(leader.forked_from)
             rank = min(range(self._group.num_ranks), key=self._work.__getitem__)
+            rank = rank if parent is None else self._places[parent].rank  # where the KV is
             family_handles = [self._place(sample, rank, leader) for sample in (leader, *leader.siblings)]
-            families.setdefault(rank, []).append(pack_family(leader, family_handles))
+            families.setdefault(rank, []).append(pack_family(leader, family_handles, parent))
+            for sample in (leader, *leader.siblings):
+                sample.forked_from = None  # the worker knows
             handles += family_handles
         commands = {rank: Add(self._group.number(), members) for rank, members in families.items()}
         try:
@@ -227,6 +233,10 @@ class EngineReplicas:
                 if handle in self._requests:
                     self._drop(handle)
             raise
+
+    def _handle_of(self, request: Request | None) -> int | None:
+        """The handle of an unfinished request."""
+        return None if request is None else next(iter(self._handles.get(request.request_id, ())), None)
 
     def _place(self, request: Request, rank: int, leader: Request) -> int:
         handle = next(self._numbers)

@@ -6,27 +6,39 @@ The same `Request` stands on both sides. The worker's is scheduled and sampled; 
 
 from __future__ import annotations
 
+import pickle
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from rollout.engine.core import Update
+from rollout.engine.importable import pickle_for_workers
 from rollout.engine.messages import Change, Family, Sample, StepOutputs
 from rollout.request import FinishReason, Request, RequestStatus
+from rollout.sampling_params import SamplingParams
 
+_MOST_PROCESSORS = 256  # lists of processors that a worker remembers
 _COLUMNS = tuple(map(attrgetter, ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")))
 
 
-def pack_family(leader: Request, handles: Sequence[int]) -> Family:
-    """A leader and its siblings as one message; `handles` has a number for each, the leader's first."""
+def pack_family(leader: Request, handles: Sequence[int], forked_from: int | None = None) -> Family:
+    """A leader and its siblings as one message; `handles` has a number for each, the leader's first. `forked_from` is
+    the handle of the request that they are forks of, where it is unfinished in the same worker.
+
+    Raises `ValueError` for logits processors that cannot be sent.
+    """
     assert leader.lora_request is None, "adapters are refused where there are several engines"
     samples = [leader, *leader.siblings]
+    processors = pack_processors(leader.params)
     return Family(
         group_id=leader.group_id,
         prompt_token_ids=np.array(leader.prompt_token_ids, np.int32).tobytes(),
-        params=leader.params,
+        params=leader.params if processors is None else replace(leader.params, logits_processors=None),
         seed=leader.seed,
         max_tokens=leader.max_tokens,
         eos_token_ids=sorted(leader.eos_token_ids),
@@ -35,23 +47,60 @@ def pack_family(leader: Request, handles: Sequence[int]) -> Family:
         arrival=leader.arrival,
         cache_salt=leader.cache_salt,
         scores_prompt=leader.scores_prompt,
+        processors=processors,
         samples=[
             Sample(handle, sample.request_id, sample.sample_index)
             for handle, sample in zip(handles, samples, strict=True)
         ],
         beam_options=leader.beam_options,
+        output_token_ids=np.array(leader.output_token_ids, np.int32).tobytes(),
+        policy_spans=leader.policy_spans,
+        branch_position=leader.branch_position,
+        forked_from=forked_from,
     )
 
 
-def unpack_family(family: Family) -> list[Request]:
-    """The requests of a message, with the first leading the others."""
+def pack_processors(params: SamplingParams) -> bytes | None:
+    """The logits processors as bytes, None where there are none. Raises `ValueError` where they cannot be sent."""
+    if params.logits_processors is None:
+        return None
+    return pickle_for_workers(params.logits_processors, "logits_processors")
+
+
+class Unpacker:
+    """The worker's side of `pack_family`. Processors that come again are the objects that came before: they are called
+    once for the rows of all requests that name them."""
+
+    def __init__(self) -> None:
+        self._processors: OrderedDict[bytes, Any] = OrderedDict()
+
+    def requests(self, family: Family, forked_from: Request | None = None) -> list[Request]:
+        """See `unpack_family`."""
+        return unpack_family(family, self._with_processors(family), forked_from)
+
+    def _with_processors(self, family: Family) -> SamplingParams:
+        if family.processors is None:
+            return family.params
+        if family.processors not in self._processors:
+            self._processors[family.processors] = pickle.loads(family.processors)
+        self._processors.move_to_end(family.processors)
+        if len(self._processors) > _MOST_PROCESSORS:
+            self._processors.popitem(last=False)
+        return replace(family.params, logits_processors=self._processors[family.processors])
+
+
+def unpack_family(family: Family, params: SamplingParams, forked_from: Request | None = None) -> list[Request]:
+    """The requests of a message, with these parameters, the first leading the others. `forked_from` is the request that
+    they are forks of. The arrays of what they begin with, which nobody asks for here, hold zeros."""
     prompt = np.frombuffer(family.prompt_token_ids, np.int32).tolist()
+    output = np.frombuffer(family.output_token_ids, np.int32).tolist()
+    zeros = bytes(4 * len(output))
     requests = [
         Request(
             request_id=sample.request_id,
             group_id=family.group_id,
             prompt_token_ids=prompt,
-            params=family.params,
+            params=params,
             seed=family.seed,
             sample_index=sample.sample_index,
             max_tokens=family.max_tokens,
@@ -62,6 +111,14 @@ def unpack_family(family: Family) -> list[Request]:
             cache_salt=family.cache_salt,
             scores_prompt=family.scores_prompt,
             beam_options=family.beam_options,
+            token_ids=[*prompt, *output],
+            raw_logprobs=array("f", zeros),
+            sampled_logprobs=array("f", zeros),
+            kept_mass=array("f", zeros),
+            entropy=array("f", zeros),
+            policy_spans=list(family.policy_spans),
+            branch_position=family.branch_position,
+            forked_from=forked_from,
         )
         for sample in family.samples
     ]
@@ -147,7 +204,8 @@ def apply(message: StepOutputs, requests: Mapping[int, Request]) -> Iterator[Upd
         if request is None or request.is_finished:
             continue
         new = token_ids[start:end]
-        request.token_ids += new
+        known = request.num_prompt_tokens + request.num_output_tokens  # forced tokens stand behind it already
+        request.token_ids[known : known + len(new)] = new
         for column, values in zip(_COLUMNS, columns[:, start:end], strict=True):
             column(request).frombytes(values.tobytes())
         if index in changes:

@@ -21,7 +21,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rollout.core.schedule import Draw
+from rollout.core.schedule import Draw, StepResult
 from rollout.core.stop import NOT_A_TOKEN
 from rollout.sampling.state import SampleState
 from rollout.sampling.structured import fail, grammar_text, kind_of
@@ -66,14 +66,22 @@ class GrammarMasks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingMasks:
-    """Masks that are being computed, of `draws` (by their index in the plan)."""
+    """The masks of a step while they are computed, of `draws` (by their index in the plan)."""
 
+    grammars: Grammars
     draws: dict[int, Draw]
     future: Future[GrammarMasks]
 
-    def result(self) -> GrammarMasks:
-        """Waits for them."""
-        return self.future.result()
+    def rows_of(self, draws: Sequence[Draw]) -> dict[int, np.ndarray]:
+        """The masks of some of the plan's draws, by their index among these. Waits for them."""
+        row_of = {id(self.draws[index]): row for index, row in self.future.result().rows.items()}
+        return {place: row_of[id(draw)] for place, draw in enumerate(draws) if id(draw) in row_of}
+
+    def finish(self, result: StepResult) -> None:
+        """Says in the plan's result which samples are complete, and why draws had no token."""
+        result.completed = self.grammars.completions(self.draws, result.token_ids)
+        failures = self.future.result().failures
+        result.failures.update((index, why) for index, why in failures.items() if result.token_ids[index] < 0)
 
     def wait(self) -> None:
         """Until nothing is computed any more, also where that has failed."""
@@ -119,7 +127,7 @@ class Grammars:
             for index, draw in enumerate(draws)
             if draw.state is not None and draw.params.structured_outputs is not None
         }
-        return PendingMasks(structured, self._thread.submit(self.masks, structured)) if structured else None
+        return PendingMasks(self, structured, self._thread.submit(self.masks, structured)) if structured else None
 
     def masks(self, draws: Mapping[int, Draw]) -> GrammarMasks:
         """The masks of `draws`, which are by any index. Of one sample's draws the first comes first."""
@@ -136,14 +144,14 @@ class Grammars:
             todo = later
         return masks
 
-    def completions(self, pending: PendingMasks, token_ids: np.ndarray) -> dict[int, int | None]:
+    def completions(self, draws: Mapping[int, Draw], token_ids: np.ndarray) -> dict[int, int | None]:
         """The draws whose sample ends with the token just drawn because of its grammar, with their stop reasons.
 
         That is where an id that ends was drawn (also one before `min_tokens`, which comes where nothing else can), and
         where the grammar can go no further and the sample has no EOS id that would have to come.
         """
         completed: dict[int, int | None] = {}
-        for index, draw in pending.draws.items():
+        for index, draw in draws.items():
             token_id, state = int(token_ids[index]), _state(draw)
             if token_id in state.eos_token_ids:
                 completed[index] = None

@@ -9,13 +9,18 @@ import torch
 
 import rollout_kernels
 from rollout.core.schedule import Draw
+from rollout.sampling.adjust import Adjustment
 from rollout.worker.inputs import StepInputs
 
 
 def sample_rows(
-    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    rows: Sequence[int],
+    inputs: StepInputs,
+    adjustment: Adjustment | None = None,
 ) -> rollout_kernels.SampleResult:
-    """Draws one token for each of `draws`, from row `rows[i]` of `logits` (float32 [R, vocab])."""
+    """Draws one token for each of `draws`, from row `rows[i]` of `logits` (float32 [R, vocab]), as it was adjusted."""
     count = len(draws)
     params = [draw.params for draw in draws]
     arrays = [
@@ -29,7 +34,10 @@ def sample_rows(
         np.fromiter(rows, np.int64, count),
     ]
     forced, banned = _forced(draws), _banned(draws)
-    sent = inputs.send([*arrays, *forced, *banned])
+    changed = Adjustment() if adjustment is None else adjustment
+    rows_of = [] if changed.row_index is None else [changed.row_index]
+    masks = [] if changed.masks is None or changed.mask_index is None else [changed.masks, changed.mask_index]
+    sent = inputs.send([*arrays, *forced, *banned, *rows_of, *masks])
     temperature, top_k, top_p, min_p, seed, sample_index, position, row_index, *rest = sent
     optional = iter(rest)
     return rollout_kernels.sample(
@@ -42,8 +50,10 @@ def sample_rows(
         sample_index=sample_index,
         position=position,
         row_index=row_index,
-        **({"forced": next(optional)} if forced else {}),
+        forced=next(optional) if forced else None,
         banned=(next(optional), next(optional)) if banned else None,
+        adjusted=None if changed.rows is None else (changed.rows, next(optional)),
+        allowed=(next(optional), next(optional)) if masks else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,10 @@ import torch
 
 import rollout_kernels
 from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult
+from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
+from rollout.sampling.adjust import Adjuster
+from rollout.sampling.grammars import Grammars, PendingMasks
 from rollout.sampling.sampler import sample_rows
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import DecodePrograms
@@ -33,6 +36,8 @@ class Runner:
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
     decode_graphs: DecodeGraphs | None = None  # the same for Triton's kernels; at most one of the two
     inputs: StepInputs = field(default_factory=DirectInputs)
+    adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
+    grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
 
     @property
     def tiles_per_block(self) -> int:
@@ -42,17 +47,35 @@ class Runner:
     def execute(self, plan: SchedulePlan) -> StepResult:
         """Swaps and copies blocks, computes every scheduled token, and draws. Raises nothing for NaN logits: their
         draws come back as token id -1."""
+        masks = self._begin_masks(plan)
+        if masks is None:
+            return self._execute(plan, None)
+        try:
+            result = self._execute(plan, masks)
+            masks.finish(result)
+            return result
+        finally:
+            masks.wait()
+
+    def _begin_masks(self, plan: SchedulePlan) -> PendingMasks | None:
+        """Masks of the draws that have a grammar, which are computed while the model runs."""
+        if all(draw.state is None or draw.params.structured_outputs is None for draw in plan.draws):
+            return None
+        assert self.grammars is not None, "draws have grammars"
+        return self.grammars().begin(plan.draws)
+
+    def _execute(self, plan: SchedulePlan, masks: PendingMasks | None) -> StepResult:
         self._move_blocks(plan)
         if plan.is_empty:
             return _empty_result()
         logits = self._replay(plan)
         if logits is not None:
-            return self._sample(plan.draws, logits, [draw.sequence_index for draw in plan.draws])
+            return self._sample(plan.draws, logits, [draw.sequence_index for draw in plan.draws], masks)
         counts = np.array([len(sequence.token_ids) for sequence in plan.sequences])
         rows = _rows_from_end(plan, counts)
         if any(sequence.target_token_ids for sequence in plan.sequences):
             hidden, ends = self._forward(plan.sequences, None), counts.cumsum()
-            result = self._draw(plan, hidden, ends, rows)
+            result = self._draw(plan, hidden, ends, rows, masks)
             self._score(plan, hidden, ends, result)
             return result
         wanted = np.zeros(len(plan.sequences), np.int64)
@@ -60,7 +83,7 @@ class Runner:
             wanted[draw.sequence_index] = max(wanted[draw.sequence_index], row)
         if not plan.draws:  # a chunk in the middle of a prompt: the model still needs some row to end with
             wanted[0] = 1
-        return self._draw(plan, self._forward(plan.sequences, wanted), wanted.cumsum(), rows)
+        return self._draw(plan, self._forward(plan.sequences, wanted), wanted.cumsum(), rows, masks)
 
     def _replay(self, plan: SchedulePlan) -> torch.Tensor | None:
         """Logits of every sequence of a plan that a recorded decode step can compute, otherwise None."""
@@ -84,7 +107,7 @@ class Runner:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
 
     def _forward(self, sequences: list[ScheduledSequence], wanted: np.ndarray | None) -> torch.Tensor:
-        """Final hidden states of every scheduled token, [T, hidden], or of the last `wanted[i]` ones of sequence i."""
+        """Final hidden states of all scheduled tokens, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
         counts = np.asarray(lengths, np.int64)
@@ -118,7 +141,14 @@ class Runner:
         hidden = self.model(ids, places, batch)
         return hidden if len(hidden) == len(last_rows) else hidden[last]
 
-    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, rows_from_end: list[int]) -> StepResult:
+    def _draw(
+        self,
+        plan: SchedulePlan,
+        hidden: torch.Tensor,
+        ends: np.ndarray,
+        rows_from_end: list[int],
+        masks: PendingMasks | None,
+    ) -> StepResult:
         """Draws of the plan: draw i from row `rows_from_end[i]`, counted from the end, of its sequence's rows of
         `hidden`, which end at `ends`. Many rows are drawn from in several goes, so that few logits exist at once."""
         draws = plan.draws
@@ -132,16 +162,26 @@ class Runner:
             (some,) = self.inputs.send([used[first : first + most]])
             logits = self.model.compute_logits(hidden[some])  # float32 [R, vocab]
             start, end = np.searchsorted(rows, [first, first + most])
-            results.append(self._sample(draws[start:end], logits, (rows[start:end] - first).tolist()))
+            results.append(self._sample(draws[start:end], logits, (rows[start:end] - first).tolist(), masks))
         return results[0] if len(results) == 1 else _join_results(results)
 
-    def _sample(self, draws: Sequence[Draw], logits: torch.Tensor, rows: list[int]) -> StepResult:
+    def _sample(
+        self, draws: Sequence[Draw], logits: torch.Tensor, rows: list[int], masks: PendingMasks | None
+    ) -> StepResult:
         """One token for each draw, from row `rows[i]` of the logits."""
-        sampled = sample_rows(logits, draws, rows, self.inputs)
+        adjustment = None
+        if any(draw.state is not None for draw in draws):
+            assert self.adjuster is not None, "draws have parameters that change logits"
+            grammar_masks = None if masks is None else masks.rows_of(draws)
+            adjustment = self.adjuster.adjust(logits, draws, rows, self.inputs, grammar_masks)
+        sampled = sample_rows(logits, draws, rows, self.inputs, adjustment)
         token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
-        return StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result = StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        if NOT_A_TOKEN in token_ids:
+            result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
+        return result
 
     def _score(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, result: StepResult) -> None:
         for index, sequence in enumerate(plan.sequences):
@@ -180,12 +220,26 @@ def _join_results(parts: Sequence[StepResult]) -> StepResult:
         sampled_logprobs=np.concatenate([part.sampled_logprobs for part in parts]),
         kept_mass=np.concatenate([part.kept_mass for part in parts]),
         entropy=np.concatenate([part.entropy for part in parts]),
+        failures={
+            start + index: why
+            for start, part in zip(starts, parts, strict=False)
+            for index, why in part.failures.items()
+        },
         top_logprobs={
             start + index: top
             for start, part in zip(starts, parts, strict=False)
             for index, top in part.top_logprobs.items()
         },
     )
+
+
+def _why_not_drawn(status: torch.Tensor) -> dict[int, str]:
+    """Why draws have no token, by their index."""
+    reasons = {
+        rollout_kernels.STATUS_NOT_NUMBERS: "the logits are not numbers",
+        rollout_kernels.STATUS_NOTHING_LEFT: "no token was left to draw",
+    }
+    return {index: reasons[code] for index, code in enumerate(status.tolist()) if code in reasons}
 
 
 def _empty_result() -> StepResult:

@@ -25,6 +25,7 @@ from rollout.models.loader import (
 )
 from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
+from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import DecodePrograms
@@ -93,7 +94,12 @@ class Worker:
         self.reload_weights(on_tensor)
         inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
         self.ledger.register("inputs", lambda: inputs.num_bytes)
-        self.runner = Runner(self.model, [], [], config.block_size, inputs=inputs)
+        adjuster = Adjuster(
+            self.model.shape.vocab_size, lambda: self.tokenizer, config.reasoning_start, config.reasoning_end
+        )
+        self.runner = Runner(
+            self.model, [], [], config.block_size, inputs=inputs, adjuster=adjuster, grammars=lambda: self.grammars
+        )
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()

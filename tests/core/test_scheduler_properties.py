@@ -222,7 +222,8 @@ class Interruptions(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         ended = [request for request in self.requests if request.finish_reason is FinishReason.ABORT]
         request = data.draw(st.sampled_from(ended))
-        fields = {"branch_position": request.branch_position, "scores_prompt": request.scores_prompt}
+        fields = {name: getattr(request, name) for name in ("branch_position", "scores_prompt")}
+        fields["prompt_logprobs"] = request.prompt_logprobs[:]
         self.go_on(request, request.num_output_tokens, [request.sample_index], **fields)
 
     def go_on(self, parent: Request, at: int, sample_indices: Sequence[int], **fields: Any) -> None:

@@ -235,9 +235,9 @@ def test_a_sample_without_eos_ends_where_its_grammar_can_go_no_further(
     draw = make_draw(StructuredOutputsParams(regex=regex), tokens, eos, stops, position=len(tokens) + 1)
     pending = grammars.begin([draw])
     assert pending is not None
-    before = ids_in(pending.result().rows[0])
+    before = ids_in(pending.future.result().rows[0])
     for _ in range(2):  # looking changes nothing
-        assert grammars.completions(pending, np.array([tokens[-1]])) == expected
+        assert grammars.completions(pending.draws, np.array([tokens[-1]])) == expected
         assert ids_in(grammars.masks({0: draw}).rows[0]) == before
 
 
@@ -246,7 +246,7 @@ def test_an_id_that_ends_is_told_also_before_min_tokens(grammars: Grammars, piec
     draws = [make_draw(StructuredOutputsParams(regex="a"), [ids[b"a"]], stops=[9], min_tokens=5) for _ in range(4)]
     pending = grammars.begin(draws)
     assert pending is not None
-    assert grammars.completions(pending, np.array([EOS, 9, -1, 44])) == {0: None, 1: 9}
+    assert grammars.completions(pending.draws, np.array([EOS, 9, -1, 44])) == {0: None, 1: 9}
 
 
 def test_draws_without_a_grammar_start_nothing(grammars: Grammars) -> None:
@@ -254,7 +254,7 @@ def test_draws_without_a_grammar_start_nothing(grammars: Grammars) -> None:
     penalised = Draw("a", 0, SamplingParams(), 0, 0, 3, (), SampleState([1, 2, 3], 3))
     assert grammars.begin([plain, penalised]) is None
     pending = grammars.begin([plain, make_draw(StructuredOutputsParams(choice=["a"]), []), penalised])
-    assert isinstance(pending, PendingMasks) and list(pending.draws) == list(pending.result().rows) == [1]
+    assert isinstance(pending, PendingMasks) and list(pending.draws) == list(pending.future.result().rows) == [1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -300,7 +300,7 @@ def test_a_text_that_the_vocabulary_cannot_write_does_not_come(tmp_path: Path) -
     tokenizer = find_tokenizer(None, tmp_path)
     assert tokenizer is not None
     grammars = Grammars(tokenizer, 131, 1)
-    a = tokenizer.convert_tokens_to_ids("a")
+    a = tokenizer.get_vocab()["a"]
     masks = grammars.masks({0: make_draw(StructuredOutputsParams(choice=["\u4e00"]), [])})
     assert masks.failures == {0: "structured_outputs.choice: the vocabulary has no token that could come next"}
     longer = StructuredOutputsParams(choice=["a", "a\u4e00"])
@@ -308,7 +308,7 @@ def test_a_text_that_the_vocabulary_cannot_write_does_not_come(tmp_path: Path) -
     assert allowed(grammars, make_draw(longer, [a])) == {EOS}
     pending = grammars.begin([make_draw(longer, [], eos=())])
     assert pending is not None
-    assert pending.result().failures == {} and grammars.completions(pending, np.array([a])) == {0: None}
+    assert pending.future.result().failures == {} and grammars.completions(pending.draws, np.array([a])) == {0: None}
 
 
 WRONG = [
