@@ -464,6 +464,7 @@ def test_a_request_is_sent_whole() -> None:
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
     state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens", "beam_result"}
+    state |= {"top_logprobs", "prompt_top_logprobs"}
     state |= {"parent", "forked_from"}  # of no use to a worker, and named by its handle
     refused = {"lora_request", "adapter_slot", "adapter_key"}
     assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent := Request(**given))[0].forked_from is parent
