@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from rollout import (
     LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
     CompletionOutput,
     LogitsBatch,
     RepetitionDetectionParams,
@@ -72,6 +74,8 @@ PARAMS = [
     ),
     SamplingParams(max_tokens=30, seed=8, n=2, ignore_eos=True, forced_token_ids=[*SHARED[30:], *range(3, 20)]),
 ]
+BEAMS = BeamSearchParams(3, 5, ignore_eos=True)
+BEAM_PROMPTS = [SHARED, PROMPTS[-1]]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
 
@@ -81,6 +85,15 @@ def same(a: CompletionOutput, b: CompletionOutput) -> bool:
         and a.finish_reason == b.finish_reason
         and a.stop_reason == b.stop_reason
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
+    )
+
+
+def same_search(a: BeamSearchOutput, b: BeamSearchOutput) -> bool:
+    return all(
+        x.output_token_ids == y.output_token_ids
+        and x.score == y.score
+        and np.array_equal(x.output_logprobs, y.output_logprobs)
+        for x, y in zip(a.sequences, b.sequences, strict=True)
     )
 
 
@@ -106,6 +119,13 @@ def expected(setting: dict[str, object]) -> list[list[CompletionOutput]]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def found(setting: dict[str, object]) -> list[BeamSearchOutput]:
+    """Every search alone, likewise."""
+    llm = LLM(**setting, kv_cache_memory="16MiB", enable_prefix_caching=False)  # type: ignore[arg-type]
+    return [llm.beam_search(prompt, BEAMS)[0] for prompt in BEAM_PROMPTS]
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     block_size=st.sampled_from([1, 3, 4, 8, 16, 32]),
@@ -121,6 +141,7 @@ def expected(setting: dict[str, object]) -> list[list[CompletionOutput]]:
 def test_outputs_are_bit_identical_under_every_option(
     setting: dict[str, object],
     expected: list[list[CompletionOutput]],
+    found: list[BeamSearchOutput],
     block_size: int,
     budget: int,
     max_num_seqs: int,
@@ -150,10 +171,12 @@ def test_outputs_are_bit_identical_under_every_option(
         )
         priority = [i % 3 for i in range(len(order))] if policy == "priority" else None
         outputs = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], priority=priority)
+        searches = llm.beam_search(BEAM_PROMPTS, BEAMS)
     finally:
         torch.set_num_threads(threads)
     for index, output in zip(order, outputs, strict=True):
         assert all(same(a, b) for a, b in zip(output.outputs, expected[index], strict=True)), PROMPTS[index]
+    assert all(map(same_search, searches, found))
     llm.engine.scheduler.check_integrity()
     assert llm.get_metrics()["kv_cache_usage"] == 0
 
