@@ -19,8 +19,10 @@ from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_ea
 from rollout.engine.collect import Group
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
+from rollout.engine.forks import Forks
 from rollout.engine.interface import Engine, make_engine
 from rollout.engine.profile import StepProfile
+from rollout.engine.resume import resume
 from rollout.engine.stream import stream
 from rollout.errors import WorkerDiedError
 from rollout.lora.request import LoRARequest, one_each
@@ -68,6 +70,7 @@ class LLM:
             self._engine.close()
             raise
         self._admission = Admission(self._engine, self._delivery, self._tokenizer, eos_token_ids)
+        self._forks = Forks(self._engine, self._admission, self._delivery)
 
     @property
     def engine(self) -> EngineCore:
@@ -167,6 +170,65 @@ class LLM:
             groups, _ = self._admission.admit(encoded, params, priorities, one_each(lora_request, len(items)), "raise")
             self._enqueued.update((group.group_id, group) for group in groups.values())
             return [group.group_id for group in groups.values()]
+
+    def resume(
+        self,
+        outputs: RequestOutput | Sequence[RequestOutput],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Lets unfinished samples (finish reason "abort", or None) go on to what they would have been uninterrupted.
+
+        `sampling_params` are those of the interrupted call, one for all or one an output: `max_tokens`, `min_tokens`,
+        penalties and stop strings count all of the output. Returns whole outputs, with the old tokens and the new, in
+        the same order; samples that had ended, and outputs that have no others, pass through as they are. What was
+        sampled by which policy is told by `policy_versions`. See `docs/trees.md`.
+
+        Raises `ValueError`, before anything is scheduled, for outputs and parameters that do not belong together, and
+        as `generate` does.
+        """
+        outputs = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        params = params_each(sampling_params, len(outputs))
+        priorities = priorities_each(priority, len(outputs), self.config.scheduling_policy)
+        with self._lock:
+            groups = resume(self._engine, self._admission, outputs, params, priorities)
+        with self._outputs_in_errors(groups.values()):
+            self._wait(list(groups.values()), use_tqdm, "Resuming")
+        resumed = {index: group.output(self._tokenizer) for index, group in groups.items()}
+        return [resumed.get(index, output) for index, output in enumerate(outputs)]
+
+    def fork(
+        self,
+        request: str | RequestOutput,
+        at: int | None = None,
+        n: int = 1,
+        sampling_params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        priority: int | None = None,
+    ) -> str:
+        """Queues `n` new samples that begin with the first `at` output tokens of another one, and returns the id of
+        their request at once, as `enqueue` does. `step` or `wait_for_completion` runs them.
+
+        `request` is the id of a request in flight, of which sample number `sample` is meant, or an output; `at=None` is
+        where the sample stands. Forks have the tokens, the arrays and the seed of their parent, and sample indices that
+        no other sample of the tree has. They share the KV of a parent that still runs, and find that of one that has
+        ended in the prefix cache, as far as it is still there.
+
+        `sampling_params` are the parent's, unless given (an output does not hold them, so that they must be given with
+        one). `max_tokens` and `min_tokens` count the tokens from the parent too. With `forced_token_ids`, which must
+        begin with these tokens, a fork goes on along others than its parent. See `docs/trees.md`.
+
+        Raises `ValueError`, before anything is scheduled, for a place or parameters that are not valid.
+        """
+        if priority is not None:
+            priorities_each([priority], 1, self.config.scheduling_policy)
+        with self._lock:
+            group = self._forks.fork(request, sample, at, n, sampling_params, priority)
+            self._enqueued[group.group_id] = group
+            return group.group_id
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended.

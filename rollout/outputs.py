@@ -39,7 +39,8 @@ class CompletionOutput:
     (temperature 1, nothing filtered). `sampled_logprobs`: the distribution that the token was drawn from.
     `kept_mass`: the tempered mass that the filters kept, so that the tempered logprob over the whole vocabulary is
     `sampled_logprobs + log(kept_mass)`. `entropy`: nats, of the tempered distribution before filters.
-    `seed` and `sample_index` replay it.
+    `seed` and `sample_index` replay it. A fork's first `branch_position` tokens are those of the sample `parent`
+    (request id, sample index). The first `num_forced_tokens` tokens were given, not drawn (`forced_token_ids`).
     """
 
     index: int
@@ -54,6 +55,9 @@ class CompletionOutput:
     seed: int = 0
     sample_index: int = 0
     policy_versions: list[PolicyVersionSpan] = field(default_factory=list)
+    parent: tuple[str, int] | None = None
+    branch_position: int = 0
+    num_forced_tokens: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
 
     @property
@@ -85,6 +89,7 @@ class RequestOutput:
     error: str | None = None
     receipt_ids: dict[int, str] = field(default_factory=dict)
     lora_request: LoRARequest | None = None  # the adapter that it was sampled with
+    cache_salt: str | None = None  # as it was given with the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class Request:
     forked_from: Request | None = None  # goes on from an output of this one: shares its KV while that runs
     parent: tuple[str, int] | None = None  # group id and sample index of the sample that it was forked from
     branch_position: int = 0  # leading output tokens that it has from there
+    num_forced_tokens: int = 0  # leading output tokens that nobody drew
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output
     num_computed_tokens: int = 0
@@ -101,6 +102,7 @@ class Request:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
+        self.num_forced_tokens = max(self.num_forced_tokens, len(self.forced_token_ids))
         if self.params.adjusts_logits:
             self.sample_state = SampleState(
                 self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids

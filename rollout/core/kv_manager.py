@@ -81,6 +81,11 @@ class KVManager:
         num_free_hits = sum(block.ref_count == 0 for block in hits)
         return self.pool.num_free - num_free_hits - num_new >= reserve
 
+    def fits_beside(self, request: Request, num_shared: int, reserve: int) -> bool:
+        """The same, where the KV of its first `num_shared` tokens is shared and a partial block of them is copied."""
+        num_new = self.num_blocks_for(len(request.token_ids)) - num_shared // self.block_size
+        return self.pool.num_free - num_new >= reserve
+
     def admit(self, request: Request, hits: list[Block]) -> None:
         """Starts the request's block table with the prefix that was found."""
         entry = self._entry(request)

@@ -155,14 +155,44 @@ class Planner:
             else:  # the first token without values in the arrays is drawn from the row before it, which is computed
                 limit = (request.num_prompt_tokens + request.num_output_tokens - 1) // self.config.block_size
             hits = self.kv.cached_prefix(request, limit)
-            if not swapped and len(hits) < limit and self._is_being_computed(step, request, len(hits)):
+            num_shared = 0 if swapped or request.forked_from is None else self._num_shared(step, request)
+            if num_shared <= len(hits) * self.config.block_size:
+                num_shared = 0
+            num_blocks = num_shared // self.config.block_size or len(hits)
+            reserve = (len(self.running) + step.num_forks + 1) // 2
+            if not swapped and num_blocks < limit and self._is_being_computed(step, request, num_blocks):
                 passed_over.append(request)
-            elif self.kv.fits(request, hits, (len(self.running) + step.num_forks + 1) // 2):
+            elif num_shared and self.kv.fits_beside(request, num_shared, reserve):
+                self._admit_fork(step, request, num_shared)
+            elif not num_shared and self.kv.fits(request, hits, reserve):
                 self._admit(step, request, hits)
             else:
                 break
             position += 1
         items[:position] = passed_over
+
+    def _num_shared(self, step: Step, request: Request) -> int:
+        """Leading tokens whose KV the request can take from the running request that it is a fork of.
+
+        The block behind the last full one is copied in this step: that needs a block whose content is there before the
+        step, and is not itself copied or swapped in.
+        """
+        parent = request.forked_from
+        if parent is None or parent.status is not _RUNNING or self._wants_scores(request):
+            return 0
+        if (parent.adapter_key, parent.cache_salt) != (request.adapter_key, request.cache_salt):
+            return 0
+        if not self.kv.may_be_forked(parent):
+            return 0
+        size = self.config.block_size
+        num_common = min(request.branch_position, request.num_output_tokens - 1)
+        num_tokens = min(request.num_prompt_tokens + num_common, parent.num_computed_tokens)
+        if num_tokens % size:
+            last = self.kv.block_ids(parent)[num_tokens // size]
+            plan = step.plan
+            if any(last == arriving for _, arriving in (*plan.block_copies, *plan.swap_in)):
+                num_tokens -= num_tokens % size
+        return num_tokens
 
     def _is_being_computed(self, step: Step, request: Request, block_position: int) -> bool:
         if not self.config.enable_prefix_caching:
@@ -189,6 +219,18 @@ class Planner:
             if self.config.enable_prefix_caching and not self._wants_scores(request):
                 self.num_cache_queries += len(request.token_ids)
                 self.num_cache_hits += request.num_computed_tokens
+        self._run_admitted(step, request)
+
+    def _admit_fork(self, step: Step, request: Request, num_tokens: int) -> None:
+        """Starts a request that fits, with the KV of `num_tokens` leading tokens of the one it is a fork of."""
+        assert request.forked_from is not None
+        request.num_computed_tokens = num_tokens  # first, so that an interruption here gives the blocks back
+        self.kv.fork(request.forked_from, request, num_tokens)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_tokens
+        self._run_admitted(step, request)
+
+    def _run_admitted(self, step: Step, request: Request) -> None:
         self.start_running(request)
         step.num_seats -= 1
         num_new = min(len(request.token_ids) - request.num_computed_tokens, step.budget)

@@ -176,6 +176,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self.kv.forget(request)
         self._pass_on_siblings(request)
+        request.forked_from = None
         del self._requests[request.request_id]
         group = self._groups[request.group_id]
         del group[request.request_id]
@@ -358,10 +359,10 @@ class Scheduler:
     def _preempt_all_but(self, kept: AbstractSet[str]) -> None:
         pending: set[str] = set()
         for request in self._requests.values():
-            if request.request_id in kept or request.beam_options is not None:
-                continue
             request.siblings = [sibling for sibling in request.siblings if sibling.status is RequestStatus.WAITING]
             pending.update(sibling.request_id for sibling in request.siblings)
+            if request.request_id in kept or request.beam_options is not None:
+                continue
             if request.status is _RUNNING:
                 self._planner.count_preemption(request)
             if request.status in (_RUNNING, RequestStatus.SWAPPED):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from rollout.engine.beginning import Beginning
 from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
 from rollout.engine.detokenize import Detokenizer
@@ -59,6 +60,9 @@ class Admission:
         outside = tokens_outside(params, vocab_size)
         if outside is not None:
             return outside
+        num_forced = len(params.forced_token_ids or ())
+        if len(ids) + num_forced > limit:
+            return f"the prompt's {len(ids)} tokens and {num_forced} forced ones are more than max_model_len={limit}"
         if params.stop_strings and self._detokenizer is None:
             return "stop strings need a tokenizer, and the model's folder has none"
         if params.structured_outputs is not None and (problem := self._grammar_problem(params)) is not None:
@@ -98,7 +102,7 @@ class Admission:
             requests: list[Request] = []
             if problem is None:
                 requests = self.make_requests(prompt, params[index], priorities[index], adapters[index])
-                problem = self._unfit(requests)
+                problem = self.unfit(requests)
             if problem is None:
                 families[index] = (prompt, requests)
             elif on_invalid == "raise":
@@ -108,7 +112,8 @@ class Admission:
         groups = self.submit(list(families.values()), streams)
         return dict(zip(families, groups, strict=True)), refused
 
-    def _unfit(self, requests: list[Request]) -> str | None:
+    def unfit(self, requests: list[Request]) -> str | None:
+        """Why the requests can never run to their end, in a sentence."""
         try:
             self._engine.check_fits(requests[0])
         except ValueError as error:
@@ -122,15 +127,20 @@ class Admission:
         priority: int,
         adapter: LoadedAdapter | None = None,
         scores: bool = False,
+        beginning: Beginning | None = None,
+        place: tuple[int, int] | None = None,
     ) -> list[Request]:
-        """The samples of one prompt, the first leading the others."""
-        number = next(self._numbers)
+        """The samples of one prompt, the first leading the others, all with the same `beginning` of their output.
+
+        `place`: the number of the group and the first sample's place in it, for a group of several such families.
+        """
+        number, first = (self.next_number(), 0) if place is None else place
         room = self._engine.max_model_len - len(prompt.token_ids)
         max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else derive_seed(self._engine.config.seed, number)
         samples = [
             Request(
-                request_id=f"{number}-{index}",
+                request_id=f"{number}-{first + index}",
                 group_id=str(number),
                 prompt_token_ids=prompt.token_ids,
                 params=params,
@@ -146,20 +156,30 @@ class Admission:
                 lora_request=None if adapter is None else adapter.request,
                 adapter_slot=-1 if adapter is None else adapter.slot,
                 adapter_key=None if adapter is None else adapter.key,
+                **({} if beginning is None else beginning.request_fields(prompt.token_ids)),
             )
             for index in range(params.n)
         ]
         samples[0].siblings = samples[1:]
         return samples
 
+    def next_number(self) -> int:
+        """The number of the next request."""
+        return next(self._numbers)
+
     def submit(self, families: list[tuple[Prompt, list[Request]]], streams: bool = False) -> list[Group]:
-        """Hands requests to the engine, all or none."""
-        self._engine.add(requests[0] for _, requests in families)
+        """Hands requests to the engine, all or none. Those that follow none of their group lead."""
+        self._engine.add(request for _, requests in families for request in _leaders(requests))
         receipt = self._engine.receipt
         groups = [Group.of(prompt, requests, receipt, self._detokenizer, streams) for prompt, requests in families]
         for group in groups:
             self._delivery.groups[group.group_id] = group
         return groups
+
+
+def _leaders(requests: list[Request]) -> list[Request]:
+    followers = {sibling.request_id for request in requests for sibling in request.siblings}
+    return [request for request in requests if request.request_id not in followers]
 
 
 def params_each(sampling_params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

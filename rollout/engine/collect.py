@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ class Group:
     detokenizer: Detokenizer | None = None
     texts: dict[str, SampleText] = field(default_factory=dict)  # by request id, of those whose text is needed early
     num_unfinished: int = 0
+    resumes: RequestOutput | None = None  # whose unfinished samples these are; the others stay as they are there
 
     @classmethod
     def of(
@@ -43,7 +44,9 @@ class Group:
         params = samples[0].params
         shows_growth = streams and params.detokenize and params.output_kind is not RequestOutputKind.FINAL_ONLY
         if detokenizer is not None and (params.stop_strings or shows_growth):
-            group.texts = {sample.request_id: SampleText(detokenizer.growing(params), params) for sample in samples}
+            for sample in samples:
+                text = group.texts[sample.request_id] = SampleText(detokenizer.growing(params), params)
+                text.begin(sample.output_token_ids)
         return group
 
     def note_receipt(self, receipt: Receipt | None) -> None:
@@ -68,6 +71,7 @@ class Group:
         leader = self.samples[0]
         if outputs is None:
             outputs = [self.completion(index, tokenizer) for index in range(len(self.samples))]
+            outputs = outputs if self.resumes is None else joined(self.resumes, outputs)
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
             request_id=self.group_id,
@@ -75,11 +79,12 @@ class Group:
             prompt_token_ids=leader.prompt_token_ids,
             outputs=outputs,
             finished=self.num_unfinished == 0,
-            num_cached_tokens=leader.num_cached_tokens,
+            num_cached_tokens=leader.num_cached_tokens if self.resumes is None else self.resumes.num_cached_tokens,
             policy_version=max(versions),
             receipt_id=self.receipt_ids.get(max(versions)),
             receipt_ids={version: self.receipt_ids[version] for version in sorted(versions & self.receipt_ids.keys())},
             lora_request=leader.lora_request,
+            cache_salt=leader.cache_salt,
         )
 
     def completion(
@@ -87,7 +92,7 @@ class Group:
     ) -> CompletionOutput:
         """A sample as it stands, from its output token `first` on; with all of its text, or with `text`."""
         sample = self.samples[index]
-        token_ids = sample.token_ids[sample.num_prompt_tokens + first :]
+        token_ids = sample.output_token_ids[first:]
         if text is None:
             text = self._text(sample)
         raw = np.array(sample.raw_logprobs[first:], np.float32)
@@ -107,6 +112,9 @@ class Group:
             seed=sample.seed,
             sample_index=sample.sample_index,
             policy_versions=_spans(sample.policy_spans, sample.num_output_tokens, first),
+            parent=sample.parent,
+            branch_position=sample.branch_position,
+            num_forced_tokens=min(sample.num_forced_tokens, sample.num_output_tokens),
             logprobs=logprobs,
         )
 
@@ -115,6 +123,17 @@ class Group:
         if growing is not None:
             return growing.text
         return "" if self.detokenizer is None else self.detokenizer.text(sample.output_token_ids, sample.params)
+
+
+def is_unfinished(output: CompletionOutput) -> bool:
+    """Whether there is something to resume: it was aborted, or is still on its way."""
+    return output.finish_reason in (None, "abort")
+
+
+def joined(before: RequestOutput, resumed: list[CompletionOutput]) -> list[CompletionOutput]:
+    """All samples of an output, the unfinished ones of then as they are now."""
+    now = iter(resumed)
+    return [replace(next(now), index=output.index) if is_unfinished(output) else output for output in before.outputs]
 
 
 def _spans(starts: list[tuple[int, int]], num_tokens: int, first: int) -> list[PolicyVersionSpan]:

@@ -23,6 +23,7 @@ import torch
 from rollout.config import EngineConfig
 from rollout.core.schedule import SchedulePlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
+from rollout.engine.garbage import collection_paused
 from rollout.engine.lock import FairLock
 from rollout.engine.profile import StepProfile, profile
 from rollout.errors import (
@@ -280,6 +281,10 @@ class EngineCore:
         An error of the forward pass is raised, and no token is lost: the requests wait and compute their KV anew.
         Raises, and changes nothing, while the requests in flight are held.
         """
+        with collection_paused():
+            return self._step()  # its plan is gone when it returns
+
+    def _step(self) -> list[Update]:
         if not self.scheduler.has_unfinished():
             return self.take_ended()
         self.check_running()

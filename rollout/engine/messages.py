@@ -70,6 +70,10 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     processors: bytes | None  # pickled: `params.logits_processors`, which `params` then lacks
     samples: list[Sample]
     beam_options: BeamOptions | None = None
+    output_token_ids: bytes = b""  # int32: what their output begins with
+    policy_spans: list[tuple[int, int]] = []  # of these tokens
+    branch_position: int = 0
+    forked_from: int | None = None  # handle of the request whose KV they may share
 
 
 class Add(Numbered, frozen=True, tag="add"):

@@ -217,9 +217,13 @@ class EngineReplicas:
         families: dict[int, list[Family]] = {}
         handles: list[int] = []
         for leader in leaders:
+            parent = self._handle_of(leader.forked_from)
             rank = min(range(self._group.num_ranks), key=self._work.__getitem__)
+            rank = rank if parent is None else self._places[parent].rank  # where the KV is
             family_handles = [self._place(sample, rank, leader) for sample in (leader, *leader.siblings)]
-            families.setdefault(rank, []).append(pack_family(leader, family_handles))
+            families.setdefault(rank, []).append(pack_family(leader, family_handles, parent))
+            for sample in (leader, *leader.siblings):
+                sample.forked_from = None  # the worker knows
             handles += family_handles
         commands = {rank: Add(self._group.number(), members) for rank, members in families.items()}
         try:
@@ -229,6 +233,10 @@ class EngineReplicas:
                 if handle in self._requests:
                     self._drop(handle)
             raise
+
+    def _handle_of(self, request: Request | None) -> int | None:
+        """The handle of an unfinished request."""
+        return None if request is None else next(iter(self._handles.get(request.request_id, ())), None)
 
     def _place(self, request: Request, rank: int, leader: Request) -> int:
         handle = next(self._numbers)

@@ -11,7 +11,8 @@ class SampleText:
 
     The token that completes a stop string ends the sample. Of several that it completes the leftmost counts, and of
     those that begin there the longest. What the first `min_tokens` tokens complete does not count. `take` gives the
-    text out as it grows, except for an end of it that may yet turn out to begin a stop string.
+    text out as it grows, except for an end of it that may yet turn out to begin a stop string. Forced tokens before the
+    last one end nothing either, but a stop string may begin in their text.
     """
 
     def __init__(self, growing: GrowingText, params: SamplingParams) -> None:
@@ -19,7 +20,7 @@ class SampleText:
         self._stops = params.stop_strings
         self._longest = max(map(len, self._stops), default=0)
         self._includes_stop = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
+        self._min_tokens = max(params.min_tokens, len(params.forced_token_ids or ()) - 1)
         self._num_tokens = 0
         self._parts: list[str] = []  # the text, before the stop string is cut off
         self._num_characters = 0
@@ -41,6 +42,12 @@ class SampleText:
             self._num_tokens += 1
             self._add(self._growing.append(token_id), is_searched=self._num_tokens > self._min_tokens)
         return self.stop
+
+    def begin(self, token_ids: list[int]) -> None:
+        """Adds tokens that the sample had before, which end nothing any more."""
+        for token_id in token_ids:
+            self._num_tokens += 1
+            self._add(self._growing.append(token_id), is_searched=False)
 
     def finish(self) -> None:
         """The sample has ended. Bytes of an unfinished character become text."""

@@ -26,8 +26,9 @@ _MOST_PROCESSORS = 256  # lists of processors that a worker remembers
 _COLUMNS = tuple(map(attrgetter, ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")))
 
 
-def pack_family(leader: Request, handles: Sequence[int]) -> Family:
-    """A leader and its siblings as one message; `handles` has a number for each, the leader's first.
+def pack_family(leader: Request, handles: Sequence[int], forked_from: int | None = None) -> Family:
+    """A leader and its siblings as one message; `handles` has a number for each, the leader's first. `forked_from` is
+    the handle of the request that they are forks of, where it is unfinished in the same worker.
 
     Raises `ValueError` for logits processors that cannot be sent.
     """
@@ -52,6 +53,10 @@ def pack_family(leader: Request, handles: Sequence[int]) -> Family:
             for handle, sample in zip(handles, samples, strict=True)
         ],
         beam_options=leader.beam_options,
+        output_token_ids=np.array(leader.output_token_ids, np.int32).tobytes(),
+        policy_spans=leader.policy_spans,
+        branch_position=leader.branch_position,
+        forked_from=forked_from,
     )
 
 
@@ -69,9 +74,9 @@ class Unpacker:
     def __init__(self) -> None:
         self._processors: OrderedDict[bytes, Any] = OrderedDict()
 
-    def requests(self, family: Family) -> list[Request]:
-        """The requests of a message, with the first leading the others."""
-        return unpack_family(family, self._with_processors(family))
+    def requests(self, family: Family, forked_from: Request | None = None) -> list[Request]:
+        """See `unpack_family`."""
+        return unpack_family(family, self._with_processors(family), forked_from)
 
     def _with_processors(self, family: Family) -> SamplingParams:
         if family.processors is None:
@@ -84,9 +89,12 @@ class Unpacker:
         return replace(family.params, logits_processors=self._processors[family.processors])
 
 
-def unpack_family(family: Family, params: SamplingParams) -> list[Request]:
-    """The requests of a message, with these parameters, the first leading the others."""
+def unpack_family(family: Family, params: SamplingParams, forked_from: Request | None = None) -> list[Request]:
+    """The requests of a message, with these parameters, the first leading the others. `forked_from` is the request that
+    they are forks of. The arrays of what they begin with, which nobody asks for here, hold zeros."""
     prompt = np.frombuffer(family.prompt_token_ids, np.int32).tolist()
+    output = np.frombuffer(family.output_token_ids, np.int32).tolist()
+    zeros = bytes(4 * len(output))
     requests = [
         Request(
             request_id=sample.request_id,
@@ -103,6 +111,14 @@ def unpack_family(family: Family, params: SamplingParams) -> list[Request]:
             cache_salt=family.cache_salt,
             scores_prompt=family.scores_prompt,
             beam_options=family.beam_options,
+            token_ids=[*prompt, *output],
+            raw_logprobs=array("f", zeros),
+            sampled_logprobs=array("f", zeros),
+            kept_mass=array("f", zeros),
+            entropy=array("f", zeros),
+            policy_spans=list(family.policy_spans),
+            branch_position=family.branch_position,
+            forked_from=forked_from,
         )
         for sample in family.samples
     ]
@@ -188,7 +204,8 @@ def apply(message: StepOutputs, requests: Mapping[int, Request]) -> Iterator[Upd
         if request is None or request.is_finished:
             continue
         new = token_ids[start:end]
-        request.token_ids += new
+        known = request.num_prompt_tokens + request.num_output_tokens  # forced tokens stand behind it already
+        request.token_ids[known : known + len(new)] = new
         for column, values in zip(_COLUMNS, columns[:, start:end], strict=True):
             column(request).frombytes(values.tobytes())
         if index in changes:

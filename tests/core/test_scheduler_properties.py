@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import FinishReason, Request
-from tests.support.core_requests import make_family
+from tests.support.core_requests import continue_from, make_family
 from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob
 
 MAX_MODEL_LEN = 40
@@ -171,6 +173,7 @@ class Interruptions(RuleBasedStateMachine):
         self.bad: set[str] = set()
         self.num_families = 0
         self.next_version = 1
+        self.next_index = 100
 
     @rule(wish=wishes(), poison=st.integers(0, 9))
     def add(self, wish: Wish, poison: int) -> None:
@@ -200,6 +203,35 @@ class Interruptions(RuleBasedStateMachine):
         if plan is not None and result is not None:
             updated = {member.request_id for member, _ in self.scheduler.update(plan, result)}
             assert updated.isdisjoint(member.request_id for member in aborted)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), n=st.integers(1, 3))
+    def fork(self, data: st.DataObject, n: int) -> None:
+        """A branch of a sample that waits, runs or has ended, from anywhere in its output."""
+        parent = data.draw(st.sampled_from(self.requests))
+        last = min(parent.num_output_tokens, parent.max_tokens - 1)
+        last -= parent.finish_reason is FinishReason.STOP and last == parent.num_output_tokens
+        if last < 0:
+            return
+        at = data.draw(st.integers(0, last))
+        self.next_index += n
+        self.go_on(parent, at, range(self.next_index - n, self.next_index), branch_position=at, forked_from=parent)
+
+    @precondition(lambda self: any(request.finish_reason is FinishReason.ABORT for request in self.requests))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        ended = [request for request in self.requests if request.finish_reason is FinishReason.ABORT]
+        request = data.draw(st.sampled_from(ended))
+        fields = {name: getattr(request, name) for name in ("branch_position", "scores_prompt")}
+        fields["prompt_logprobs"] = request.prompt_logprobs[:]
+        self.go_on(request, request.num_output_tokens, [request.sample_index], **fields)
+
+    def go_on(self, parent: Request, at: int, sample_indices: Sequence[int], **fields: Any) -> None:
+        name = str(self.num_families)
+        family = continue_from(parent, name, at, sample_indices, arrival=self.num_families, **fields)
+        self.num_families += 1
+        self.runner.add(family[0])
+        self.requests += family
 
     @rule()
     def forget_a_plan(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from rollout import LLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
+from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
@@ -96,6 +98,24 @@ def assert_same_outputs(mine: list[RequestOutput], theirs: list[RequestOutput]) 
 
 
 # Generation
+
+
+def test_searches_are_those_of_one_engine(engines: Engines) -> None:
+    # case BS-01
+    params = BeamSearchParams(4, 30, length_penalty=0.6, early_stopping="never")
+    for mine, theirs in zip(
+        engines.two.beam_search(PROMPTS, params), engines.one.beam_search(PROMPTS, params), strict=True
+    ):
+        assert (mine.error, mine.policy_version, mine.receipt_id) == (None, theirs.policy_version, theirs.receipt_id)
+        assert mine.kv_blocks_saved > 0
+        for a, b in zip(mine.sequences, theirs.sequences, strict=True):
+            assert (a.output_token_ids, a.score, a.text, a.finish_reason) == (
+                b.output_token_ids,
+                b.score,
+                b.text,
+                b.finish_reason,
+            )
+            np.testing.assert_array_equal(a.output_logprobs, b.output_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -390,6 +410,27 @@ def test_a_time_limit_names_the_ranks_and_the_late_answer_is_dropped(engines: En
         engines.two.collective_rpc("rank_and_process", timeout=0)
 
 
+def test_forced_resumed_and_forked_samples_are_those_of_one_engine(engines: Engines) -> None:
+    params = SamplingParams(n=3, max_tokens=40, seed=12, ignore_eos=True)
+    whole = engines.one.generate(PROMPTS, params)
+    forced = replace(params, forced_token_ids=whole[0].outputs[2].token_ids[:25], stop=["q", "z"])
+    assert_same_outputs(engines.two.generate(PROMPTS, forced), engines.one.generate(PROMPTS, forced))
+    ids = engines.two.enqueue(PROMPTS, params)
+    samples = engines.two._delivery.groups[ids[3]].samples
+    while samples[1].num_output_tokens < 5:
+        engines.two.step()
+    fork_id = engines.two.fork(ids[3], at=5, n=2, sample=1)
+    engines.two.abort(ids)
+    *parts, fork = engines.two.wait_for_completion()
+    assert fork.request_id == fork_id
+    assert_same_samples(engines.two.resume(parts, params), whole)
+    for sample in fork.outputs:
+        alone = replace(params, n=1, first_sample_index=sample.sample_index)
+        alone = replace(alone, forced_token_ids=whole[3].outputs[1].token_ids[:5])
+        (output,) = engines.one.generate(PROMPTS[3], alone)
+        assert_same_samples([replace(fork, outputs=[sample])], [output])
+
+
 def test_what_cannot_be_sent_is_refused_here(engines: Engines) -> None:
     with pytest.raises(ValueError, match="the call cannot be sent to a worker process"):
         engines.two.collective_rpc(lambda worker: worker.rank)
@@ -412,13 +453,20 @@ def test_a_request_is_sent_whole() -> None:
         "arrival": 12,
         "cache_salt": "salt",
         "scores_prompt": True,
+        "token_ids": [5, 130, 2**31 - 1, 8, 9],
+        "entropy": array("f", [0.0, 0.0]),
+        "policy_spans": [(0, 0), (3, 1)],
+        "branch_position": 2,
+        "beam_options": BeamOptions(3, 0.5, "never"),
     }
     leader = Request(**given)
     leader.siblings = [Request(**{**given, "request_id": "7-1", "sample_index": 4})]
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
-    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state"}
+    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens", "beam_result"}
+    state |= {"parent", "forked_from"}  # of no use to a worker, and named by its handle
     refused = {"lora_request", "adapter_slot", "adapter_key"}
+    assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent := Request(**given))[0].forked_from is parent
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused
     for sent, arrived in zip((leader, *leader.siblings), Unpacker().requests(pack_family(leader, [4, 5])), strict=True):

@@ -12,6 +12,9 @@ from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import Request
 from rollout.sampling_params import SamplingParams
 
+ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
+INHERITED = ("params", "seed", "max_tokens", "eos_token_ids", "stop_token_ids", "priority", "cache_salt")
+
 
 def make_family(
     name: str,
@@ -46,6 +49,26 @@ def make_family(
 
 def make_request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
     return make_family(name, prompt, max_tokens, **fields)[0]
+
+
+def continue_from(parent: Request, name: str, at: int, sample_indices: Sequence[int], **fields: Any) -> list[Request]:
+    """Requests of group `name` that begin with the first `at` output tokens of `parent`; the first leads the others."""
+    start = parent.num_prompt_tokens
+    family = [
+        Request(
+            request_id=f"{name}/{index}",
+            group_id=name,
+            prompt_token_ids=parent.prompt_token_ids,
+            token_ids=parent.token_ids[: start + at],
+            sample_index=index,
+            policy_spans=[span for span in parent.policy_spans if span[1] < at],
+            **{array: getattr(parent, array)[:at] for array in ARRAYS},
+            **{field: getattr(parent, field) for field in INHERITED} | fields,
+        )
+        for index in sample_indices
+    ]
+    family[0].siblings = family[1:]
+    return family
 
 
 def make_scheduler(**changes: Any) -> Scheduler:

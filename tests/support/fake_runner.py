@@ -54,14 +54,16 @@ def expected_output(request: Request, vocab: int, max_model_len: int) -> list[in
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     ends = request.eos_token_ids | request.stop_token_ids
-    forced = request.params.forced_token_ids or ()
+    num_known = request.branch_position  # tokens of the request that it is a fork of: they end nothing
+    forced = [*request.output_token_ids[:num_known], *request.forced_token_ids[num_known:]]
+    may_end_from = max(len(request.forced_token_ids), num_known + 1, request.params.min_tokens + 1)
     while len(output) < request.max_tokens and len(tokens) < max_model_len:
         banned = ends if len(output) < request.params.min_tokens else ()
         token_id = next_token(tuple(tokens), request.seed, request.sample_index, vocab, sorted(banned))
         token_id = forced[len(output)] if len(output) < len(forced) else token_id
         tokens.append(token_id)
         output.append(token_id)
-        if token_id in ends and len(output) >= max(len(forced), request.params.min_tokens + 1):
+        if token_id in ends and len(output) >= may_end_from:
             break
     return output
 
