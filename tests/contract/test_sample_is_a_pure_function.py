@@ -32,7 +32,7 @@ PARAMS = [
     SamplingParams(max_tokens=30, seed=4, top_p=0.8, min_tokens=4),
     SamplingParams(max_tokens=16, temperature=0),
     SamplingParams(max_tokens=22, seed=5, min_p=0.1, n=2, stop_token_ids=[20, 21, 22, 23]),
-    SamplingParams(max_tokens=9, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=25, seed=6, ignore_eos=True, stop=["e", "Z", "7q", "x", "("], n=3),
     SamplingParams(max_tokens=40, seed=7, temperature=1.3, n=2, ignore_eos=True),
 ]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
@@ -41,6 +41,7 @@ ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
     return (
         a.token_ids == b.token_ids
+        and a.text == b.text
         and a.finish_reason == b.finish_reason
         and a.stop_reason == b.stop_reason
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
@@ -51,7 +52,12 @@ def same(a: CompletionOutput, b: CompletionOutput) -> bool:
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     dtype = torch.bfloat16 if request.param in ("bfloat16", "int8") else torch.float32
     folder = make_tiny_llama(
-        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
+        tmp_path_factory.mktemp("model"),
+        head_dim=20,
+        num_kv_heads=2,
+        dtype=dtype,
+        near_uniform=True,
+        tokenizer=True,
     )
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
@@ -184,5 +190,6 @@ def _resume(llm: LLM, index: int, part: CompletionOutput) -> CompletionOutput:
         min_tokens=max(0, asked.min_tokens - done),
     )
     more = llm.generate([*PROMPTS[index], *part.token_ids], rest)[0].outputs[0]
+    text = part.text + more.text
     joined = {name: np.append(getattr(part, name), getattr(more, name)) for name in ARRAYS}
-    return replace(more, token_ids=part.token_ids + more.token_ids, **joined)
+    return replace(more, text=text, token_ids=part.token_ids + more.token_ids, **joined)
