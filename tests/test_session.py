@@ -191,6 +191,8 @@ def test_text_and_token_ids_can_be_turns(llm: LLM) -> None:
     session.generate(PARAMS)
     check_alignment(session)
     assert [turn.is_sampled for turn in session.turns] == [False, True, False, False, True]
+    with pytest.raises(ValueError, match=r"holds 1.5: token ids must be integers"):
+        session.add_token_ids([1.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="messages cannot follow text"):
         session.add(user("hello"))
 
