@@ -55,7 +55,7 @@ PARAMS = [
     SamplingParams(max_tokens=30, seed=4, top_p=0.8, min_tokens=4),
     SamplingParams(max_tokens=16, temperature=0),
     SamplingParams(max_tokens=22, seed=5, min_p=0.1, n=2, stop_token_ids=[20, 21, 22, 23]),
-    SamplingParams(max_tokens=9, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=25, seed=6, ignore_eos=True, stop=["e", "Z", "7q", "x", "("], n=3),
     SamplingParams(max_tokens=40, seed=7, temperature=1.3, n=2, ignore_eos=True),
     SamplingParams(max_tokens=24, seed=8, n=3, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 3.0}),
     SamplingParams(
@@ -82,6 +82,7 @@ ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
     return (
         a.token_ids == b.token_ids
+        and a.text == b.text
         and a.finish_reason == b.finish_reason
         and a.stop_reason == b.stop_reason
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)

@@ -20,6 +20,7 @@ from rollout import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    generate_sessions,
 )
 from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import Unpacker, pack_family
@@ -193,6 +194,22 @@ def test_streams_join_to_the_outputs_of_one_engine(engines: Engines) -> None:
     metrics = engines.two.get_metrics()
     assert engines.two.num_unfinished == metrics["num_requests_running"] == metrics["num_requests_waiting"] == 0
     assert metrics["kv_cache_usage"] == 0
+
+
+def test_sessions_go_on_as_with_one_engine(engines: Engines) -> None:
+    # case PR-05
+    params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in range(4)]
+    sessions = [
+        [llm.session([{"role": "user", "content": "hi"}]) for _ in params] for llm in (engines.one, engines.two)
+    ]
+    for turn in range(2):
+        for group in sessions:
+            generate_sessions(group, params, use_tqdm=False)
+            for session in group if turn == 0 else []:
+                session.add([{"role": "user", "content": "and?"}])
+    for mine, theirs in zip(*sessions, strict=True):
+        assert mine.token_ids == theirs.token_ids and mine.turns == theirs.turns
+        assert np.array_equal(mine.raw_logprobs, theirs.raw_logprobs)
 
 
 def test_seeds_that_the_engine_gives_are_those_of_one_engine(tmp_path: Path, engines: Engines) -> None:
