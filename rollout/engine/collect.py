@@ -88,7 +88,7 @@ class Group:
             outputs = outputs if self.resumes is None else joined(self.resumes, outputs)
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
-            request_id=self.group_id,
+            request_id=self.group_id if self.resumes is None else self.resumes.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=leader.prompt_token_ids,
             outputs=outputs,
