@@ -260,7 +260,7 @@ class Planner:
         tokens = request.token_ids
         start = request.num_computed_tokens
         end = start + num_new
-        targets = tokens[start + 1 : min(end + 1, request.num_prompt_tokens)] if self._wants_scores(request) else []
+        targets = tokens[start + 1 : min(end + 1, request.num_prompt_tokens)] if self._wants_scores(request) else ()
         sequences = step.plan.sequences
         block_ids = self.kv.block_ids(request).copy()
         sequences.append(

@@ -1,18 +1,22 @@
-"""The plan of one step, made by the scheduler, and its result, made by the runner. Plain data, no tensors."""
+"""The plan of one step, made by the scheduler, and its result, made by the runner. Plain data, no tensors.
+
+What there is one of for each sequence and each token is a `msgspec.Struct`: made in a tenth of the time of a frozen
+dataclass, and unknown to the garbage collector.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, gc=False):
     """One token to be drawn after a forward pass, from any row of it.
 
     Several draws may name the same sequence: the forks of a prompt draw their first token from the leader's last row,
@@ -32,8 +36,7 @@ class Draw:
     is_beam: bool = False  # what counts is the most likely tokens of the raw distribution
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request that this step computes: `request.token_ids[start : start + len(token_ids)]`."""
 
     request_id: str
@@ -42,7 +45,7 @@ class ScheduledSequence:
     block_ids: list[int]  # block table, covering at least start + len(token_ids) tokens
     # Scoring: the known token after each scheduled token (the last may be missing at the end of the prompt). Empty
     # unless the request scores its prompt.
-    target_token_ids: list[int] = field(default_factory=list)
+    target_token_ids: Sequence[int] = ()
     adapter_slot: int = -1  # where its LoRA adapter lies, -1 for none
     num_top_logprobs: int | None = None  # scoring: most likely tokens to return beside each target, -1 for all
 

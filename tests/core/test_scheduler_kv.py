@@ -227,7 +227,7 @@ def test_a_prompt_with_all_its_scores_hits_when_it_resumes():
     runner.scheduler.preempt_all()
     plan = runner.step_plan()
     assert shape(plan) == [("a/0", 8, 3)]
-    assert plan.sequences[0].target_token_ids == []
+    assert not plan.sequences[0].target_token_ids
     assert (request.num_output_tokens, len(request.prompt_logprobs)) == (2, 9)
 
 
