@@ -10,57 +10,82 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollout.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from rollout.chat_template import PrefixReport, preserves_prefixes
     from rollout.config import EngineConfig
     from rollout.diagnosis import Cause, Diagnosis, SampleRecord, diagnose
     from rollout.llm import LLM, generate
     from rollout.lora.request import LoRARequest
     from rollout.models.registry import ModelRegistry
     from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput, ScoreOutput
+    from rollout.sampling.processors import LogitsBatch
     from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
+    from rollout.session import Session, Turn, generate_sessions
+    from rollout.tree import RolloutTree
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Cause",
     "CompletionOutput",
     "Diagnosis",
     "EngineConfig",
     "LoRARequest",
+    "LogitsBatch",
     "Logprob",
     "ModelRegistry",
     "PolicyVersionSpan",
+    "PrefixReport",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
+    "RolloutTree",
     "SampleRecord",
     "SamplingParams",
     "ScoreOutput",
+    "Session",
     "StructuredOutputsParams",
+    "Turn",
     "diagnose",
     "generate",
+    "generate_sessions",
+    "preserves_prefixes",
 ]
 
 _MODULES = {
     "LLM": "rollout.llm",
+    "BeamSearchOutput": "rollout.beam_search",
+    "BeamSearchParams": "rollout.beam_search",
+    "BeamSearchSequence": "rollout.beam_search",
     "Cause": "rollout.diagnosis",
     "CompletionOutput": "rollout.outputs",
     "Diagnosis": "rollout.diagnosis",
     "EngineConfig": "rollout.config",
     "LoRARequest": "rollout.lora.request",
+    "LogitsBatch": "rollout.sampling.processors",
     "Logprob": "rollout.outputs",
     "ModelRegistry": "rollout.models.registry",
     "PolicyVersionSpan": "rollout.outputs",
+    "PrefixReport": "rollout.chat_template",
     "RepetitionDetectionParams": "rollout.sampling_options",
     "RequestOutput": "rollout.outputs",
     "RequestOutputKind": "rollout.sampling_options",
+    "RolloutTree": "rollout.tree",
     "SampleRecord": "rollout.diagnosis",
     "SamplingParams": "rollout.sampling_params",
     "ScoreOutput": "rollout.outputs",
+    "Session": "rollout.session",
     "StructuredOutputsParams": "rollout.sampling_options",
+    "Turn": "rollout.session",
     "diagnose": "rollout.diagnosis",
     "generate": "rollout.llm",
+    "generate_sessions": "rollout.session",
+    "preserves_prefixes": "rollout.chat_template",
 }
 
 

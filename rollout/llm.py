@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,18 +12,23 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from rollout.beam_search import BeamSearchOutput, BeamSearchParams, make_searches, search_output
 from rollout.config import EngineConfig, parse_bytes
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
-from rollout.engine.collect import Group
+from rollout.engine.collect import Group, prompt_logprobs_of
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
+from rollout.engine.forks import Forks
 from rollout.engine.interface import Engine, make_engine
 from rollout.engine.profile import StepProfile
+from rollout.engine.resume import resume
+from rollout.engine.stream import stream
 from rollout.errors import WorkerDiedError
 from rollout.lora.request import LoRARequest, one_each
 from rollout.metrics import engine_metrics
 from rollout.models.causal_lm import CausalLM
+from rollout.models.generation_config import read_generation_defaults
 from rollout.models.loader import iterate_checkpoint
 from rollout.models.pretrained import resolve_model
 from rollout.models.tokenizer import find_eos_token_ids, find_tokenizer
@@ -31,6 +36,7 @@ from rollout.outputs import RequestOutput, ScoreOutput
 from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
+from rollout.session import Session
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -50,6 +56,7 @@ class LLM:
     def __init__(self, model: str | Path, *, show_progress: bool | None = None, **config: Any) -> None:
         folder = resolve_model(str(model))
         self.config = EngineConfig(model=str(model), **config)
+        self._defaults = read_generation_defaults(self.config.generation_config, folder).params
         with _progress("Loading weights", None, "tensor", show_progress) as bar:
             self._engine: Engine = make_engine(self.config, folder, on_tensor=lambda _: _advance(bar))
         self._folder = folder
@@ -63,6 +70,7 @@ class LLM:
             self._engine.close()
             raise
         self._admission = Admission(self._engine, self._delivery, self._tokenizer, eos_token_ids)
+        self._forks = Forks(self._engine, self._admission, self._delivery)
 
     @property
     def engine(self) -> EngineCore:
@@ -95,11 +103,52 @@ class LLM:
         """
         items = split_prompts(prompts)
         params, priorities = (
-            params_each(sampling_params, len(items)),
+            self._params_each(sampling_params, len(items)),
             priorities_each(priority, len(items), self.config.scheduling_policy),
         )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._run(encoded, params, priorities, one_each(lora_request, len(items)), use_tqdm, on_invalid)
+
+    def stream(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
+        on_invalid: OnInvalid = "raise",
+    ) -> Generator[RequestOutput, None, None]:
+        """Samples like `generate`, and yields outputs as tokens come: of each prompt in turn, one after every step.
+
+        What they hold is chosen by `SamplingParams.output_kind`: all that the samples have so far (CUMULATIVE, the
+        default), only the samples and tokens that are new (DELTA), or one output a prompt, at its end (FINAL_ONLY).
+        Text that was shown is never taken back. Which prompt an output belongs to is told by `request_id`, which counts
+        up in the order of the prompts. To close the iterator, or to leave its loop, aborts what is unfinished.
+
+        Prompts are checked when the first output is asked for. Raises as `generate` does. See `docs/text.md`.
+        """
+        items = split_prompts(prompts)
+        params, priorities = (
+            self._params_each(sampling_params, len(items)),
+            priorities_each(priority, len(items), self.config.scheduling_policy),
+        )
+        choices = one_each(lora_request, len(items))
+        encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
+        return self._stream(encoded, params, priorities, choices, on_invalid)
+
+    def _stream(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        choices: Sequence[LoRAChoice],
+        on_invalid: OnInvalid,
+    ) -> Generator[RequestOutput, None, None]:
+        with self._lock:
+            admitted, refused = self._admission.admit(prompts, params, priorities, choices, on_invalid, streams=True)
+        groups = list(admitted.values())
+        with self._outputs_in_errors(groups):
+            yield from stream(self._engine, self._delivery, groups, refused.values(), self._tokenizer)
 
     def enqueue(
         self,
@@ -113,7 +162,7 @@ class LLM:
         them."""
         items = split_prompts(prompts)
         params, priorities = (
-            params_each(sampling_params, len(items)),
+            self._params_each(sampling_params, len(items)),
             priorities_each(priority, len(items), self.config.scheduling_policy),
         )
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
@@ -121,6 +170,65 @@ class LLM:
             groups, _ = self._admission.admit(encoded, params, priorities, one_each(lora_request, len(items)), "raise")
             self._enqueued.update((group.group_id, group) for group in groups.values())
             return [group.group_id for group in groups.values()]
+
+    def resume(
+        self,
+        outputs: RequestOutput | Sequence[RequestOutput],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Lets unfinished samples (finish reason "abort", or None) go on to what they would have been uninterrupted.
+
+        `sampling_params` are those of the interrupted call, one for all or one an output: `max_tokens`, `min_tokens`,
+        penalties and stop strings count all of the output. Returns whole outputs, with the old tokens and the new, in
+        the same order; samples that had ended, and outputs that have no others, pass through as they are. What was
+        sampled by which policy is told by `policy_versions`. See `docs/trees.md`.
+
+        Raises `ValueError`, before anything is scheduled, for outputs and parameters that do not belong together, and
+        as `generate` does.
+        """
+        outputs = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        params = params_each(sampling_params, len(outputs))
+        priorities = priorities_each(priority, len(outputs), self.config.scheduling_policy)
+        with self._lock:
+            groups = resume(self._engine, self._admission, outputs, params, priorities)
+        with self._outputs_in_errors(groups.values()):
+            self._wait(list(groups.values()), use_tqdm, "Resuming")
+        resumed = {index: group.output(self._tokenizer) for index, group in groups.items()}
+        return [resumed.get(index, output) for index, output in enumerate(outputs)]
+
+    def fork(
+        self,
+        request: str | RequestOutput,
+        at: int | None = None,
+        n: int = 1,
+        sampling_params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        priority: int | None = None,
+    ) -> str:
+        """Queues `n` new samples that begin with the first `at` output tokens of another one, and returns the id of
+        their request at once, as `enqueue` does. `step` or `wait_for_completion` runs them.
+
+        `request` is the id of a request in flight, of which sample number `sample` is meant, or an output; `at=None` is
+        where the sample stands. Forks have the tokens, the arrays and the seed of their parent, and sample indices that
+        no other sample of the tree has. They share the KV of a parent that still runs, and find that of one that has
+        ended in the prefix cache, as far as it is still there.
+
+        `sampling_params` are the parent's, unless given (an output does not hold them, so that they must be given with
+        one). `max_tokens` and `min_tokens` count the tokens from the parent too. With `forced_token_ids`, which must
+        begin with these tokens, a fork goes on along others than its parent. See `docs/trees.md`.
+
+        Raises `ValueError`, before anything is scheduled, for a place or parameters that are not valid.
+        """
+        if priority is not None:
+            priorities_each([priority], 1, self.config.scheduling_policy)
+        with self._lock:
+            group = self._forks.fork(request, sample, at, n, sampling_params, priority)
+            self._enqueued[group.group_id] = group
+            return group.group_id
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended.
@@ -171,7 +279,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
         items = split_prompts(messages)  # type: ignore[arg-type]
-        params = params_each(sampling_params, len(items))
+        params = self._params_each(sampling_params, len(items))
 
         def encode(item: Any) -> Prompt:
             ids = encode_chat(
@@ -188,23 +296,57 @@ class LLM:
         adapters = one_each(lora_request, len(items))
         return self._run(self._encode(items, encode), params, [0] * len(items), adapters, use_tqdm, on_invalid)
 
+    def session(self, messages: Sequence[Message] | None = None, **options: Any) -> Session:
+        """A conversation of several turns that is never tokenised again; see `rollout.session.Session`."""
+        return Session(self, messages, **options)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
+        use_tqdm: bool | None = False,
+    ) -> list[BeamSearchOutput]:
+        """Looks for the most likely completions, `params.beam_width` of each prompt; outputs in the prompts' order.
+
+        Prompts and adapters are those of `generate`. Beams share the KV blocks of what they have in common, and run
+        beside other requests. Raises `ValueError` for a prompt that cannot be run, before any is scheduled, and the
+        errors of `generate` where the engine cannot run. A search that a policy update, `sleep` or `abort` ends, or
+        whose logits are not numbers, has the best sequences so far and says so in `error`.
+        """
+        items = split_prompts(prompts)
+        encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
+        choices = one_each(lora_request, len(items))
+        with self._lock:
+            groups = self._admission.submit(make_searches(self._admission, self._engine, encoded, params, choices))
+        self._wait(groups, use_tqdm, "Searching")
+        return [search_output(group, params, self._tokenizer) for group in groups]
+
     def score(
         self,
         token_ids: Sequence[int] | Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
         *,
+        prompt_logprobs: int | None = None,
         use_tqdm: bool | None = None,
         lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
     ) -> list[ScoreOutput]:
         """Log-probabilities of given tokens, each given those before it: raw, temperature 1.
 
-        A sequence may be a dict with "prompt_token_ids" and a "cache_salt": no KV is then shared with other salts.
+        With `prompt_logprobs=k` the ranks of the tokens and the k most likely ones beside them come too, in
+        `ScoreOutput.prompt_logprobs` (-1: the whole vocabulary). A sequence may be a dict with "prompt_token_ids" and a
+        "cache_salt": no KV is then shared with other salts.
 
-        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, or an id outside the vocabulary, and
-        `RuntimeError` where the model's logits are not numbers, or the engine is put to sleep meanwhile.
+        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, an id outside the vocabulary, or
+        more logprobs than `max_logprobs`, and `RuntimeError` where the model's logits are not numbers, or the engine is
+        put to sleep meanwhile.
         """
         items = split_prompts(token_ids)
         prompts = self._encode(items, lambda item: encode_prompt(item, None))
         choices = one_each(lora_request, len(items))
+        params = SamplingParams(prompt_logprobs=prompt_logprobs)
+        too_many = self._admission.too_many_logprobs(params)
+        if too_many is not None:
+            raise ValueError(too_many)
         with self._lock:
             for index, prompt in enumerate(prompts):
                 problem = prompt.error or self._admission.problem(prompt, None)
@@ -213,7 +355,7 @@ class LLM:
             self._engine.check_ready()
             requests = []
             for prompt, adapter in zip(prompts, self._engine.adapters_for(choices), strict=True):
-                requests += self._admission.make_requests(prompt, SamplingParams(), 0, adapter, scores=True)
+                requests += self._admission.make_requests(prompt, params, 0, adapter, scores=True)
             groups = self._admission.submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
         self._wait(groups, use_tqdm, "Scoring")
         outputs = []
@@ -221,8 +363,14 @@ class LLM:
             request = group.samples[0]
             if request.finish_reason is not FinishReason.LENGTH:
                 raise RuntimeError(_why_not_scored(request))
-            outputs.append(ScoreOutput(request.prompt_token_ids, np.array(request.prompt_logprobs, np.float32)))
+            logprobs = np.array(request.prompt_logprobs, np.float32)
+            top = prompt_logprobs_of(request, self._tokenizer)
+            outputs.append(ScoreOutput(request.prompt_token_ids, logprobs, top))
         return outputs
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means; `generation_config` may have changed it."""
+        return self._defaults
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises `ValueError` where its folder has none."""
@@ -420,6 +568,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _params_each(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        return params_each(self._defaults if sampling_params is None else sampling_params, count)
 
     def _encode(self, items: list[PromptLike], encode: Callable[[PromptLike], Prompt]) -> list[Prompt]:
         prompts = []

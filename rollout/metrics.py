@@ -49,6 +49,7 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
     allocated KV slots that held no token, over all steps.
     """
     stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
+    num_generated = counters.num_generated_tokens + stats.num_beam_tokens
     in_use = stats.num_blocks - stats.num_free_blocks
     return {
         "num_requests_running": stats.num_running,
@@ -61,10 +62,10 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         "num_preemptions_total": stats.num_preemptions,
         "num_errors_total": counters.num_errors,
         "num_steps_total": counters.num_steps,
-        "generation_tokens_total": counters.num_generated_tokens,
+        "generation_tokens_total": num_generated,
         "computed_tokens_total": counters.num_computed_tokens,
         "step_seconds_total": counters.step_seconds,
         # Replicas step at the same time.
-        "tokens_per_second": len(snapshots) * counters.num_generated_tokens / max(counters.step_seconds, 1e-9),
+        "tokens_per_second": len(snapshots) * num_generated / max(counters.step_seconds, 1e-9),
         "policy_version": min(snapshot.policy_version for snapshot in snapshots),
     }

@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | Mapping[str, Any] | Sequence[Message]
 
+_CHAT_OPTIONS = ("chat_template", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+_KEYS = ("prompt", "prompt_token_ids", "messages", *_CHAT_OPTIONS, "cache_salt")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -42,26 +45,37 @@ def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None)
     if isinstance(prompt, str):
         return Prompt(_encode_text(prompt, tokenizer), prompt)
     if isinstance(prompt, Mapping):
-        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "messages", "cache_salt"})
-        if unknown:
-            raise ValueError(f"prompt keys {unknown} are not supported: 'prompt', 'prompt_token_ids', 'messages' are")
-        salt = prompt.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise ValueError(f"cache_salt={salt!r} is not valid: it must be text")
-        text = prompt.get("prompt")
-        if "prompt_token_ids" in prompt:
-            return Prompt(_check_ids(prompt["prompt_token_ids"]), text, salt)
-        if "messages" in prompt:
-            return Prompt(encode_chat(prompt["messages"], tokenizer), None, salt)
-        if not isinstance(text, str):
-            raise ValueError(f"prompt={text!r} is not valid: it must be text")
-        return Prompt(_encode_text(text, tokenizer), text, salt)
+        return _encode_mapping(prompt, tokenizer)
     if not isinstance(prompt, Iterable):
         raise ValueError(f"prompt={prompt!r} is not valid: it must be text, token ids, messages or a dict of these")
     items = list(prompt)
     if items and all(_is_message(item) for item in items):
         return Prompt(encode_chat(items, tokenizer))  # type: ignore[arg-type]
     return Prompt(_check_ids(items))
+
+
+def _encode_mapping(prompt: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+    """vLLM's `TextPrompt` and `TokensPrompt`, or "messages" with the options of `LLM.chat`; a key whose value is None
+    is as good as absent."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    unknown = sorted(map(repr, given.keys() - _KEYS))
+    if unknown:
+        raise ValueError(f"prompt keys {', '.join(unknown)} are not supported: {', '.join(map(repr, _KEYS))} are")
+    options = {key: given[key] for key in _CHAT_OPTIONS if key in given}
+    if options and "messages" not in given:
+        raise ValueError(f"prompt keys {', '.join(map(repr, options))} are not used without 'messages': leave them out")
+    salt, text = given.get("cache_salt"), given.get("prompt")
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(f"cache_salt={salt!r} is not valid: it must be text")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt={text!r} is not valid: it must be text")
+    if "prompt_token_ids" in given:
+        return Prompt(_check_ids(given["prompt_token_ids"]), text, salt)
+    if "messages" in given:
+        return Prompt(encode_chat(given["messages"], tokenizer, **options), text, salt)
+    if text is not None:
+        return Prompt(_encode_text(text, tokenizer), text, salt)
+    raise ValueError(f"prompt={prompt!r} is not valid: it must have 'prompt', 'prompt_token_ids' or 'messages'")
 
 
 def encode_chat(
@@ -74,29 +88,56 @@ def encode_chat(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, by the tokenizer's chat template; the template alone writes special tokens."""
+    """Token ids of a conversation, by the tokenizer's chat template; the template alone writes special tokens.
+
+    Messages go to the template as they are, with all their keys (`tool_calls`, `reasoning_content`, …), and so do
+    `tools` and `chat_template_kwargs` (`enable_thinking`, …). Raises `ValueError` for what the template refuses.
+    """
+    options = {
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": tools,
+        **dict(chat_template_kwargs or {}),
+    }
+    return list(_apply_template(messages, tokenizer, tokenize=True, return_dict=False, **options))
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of which `encode_chat` makes token ids."""
+    options = {"chat_template": chat_template, "tools": tools, **dict(chat_template_kwargs or {})}
+    return _apply_template(messages, tokenizer, add_generation_prompt=add_generation_prompt, tokenize=False, **options)
+
+
+def _apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase | None, **options: Any) -> Any:
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, and the model's folder has none: give prompt_token_ids")
+    if isinstance(messages, str) or not all(map(_is_message, messages)):
+        raise ValueError(f"messages={messages!r} is not valid: it must be a list of dicts with a 'role'")
+    if not messages:
+        raise ValueError("the conversation is empty: it must have at least 1 message")
     try:
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=chat_template,
-            tools=tools,  # type: ignore[arg-type]
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=False,
-            **dict(chat_template_kwargs or {}),
-        )
-    except jinja2.TemplateError as error:
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: content that is None, added to text
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    return list(ids)  # type: ignore[arg-type]
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     if tokenizer is None:
         raise ValueError("text prompts need a tokenizer, and the model's folder has none: give prompt_token_ids")
-    return list(tokenizer(text).input_ids)
+    ids = list(tokenizer(text).input_ids)
+    bos, bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
+    if isinstance(bos, str) and text.startswith(bos) and ids[:2] == [bos_token_id] * 2:
+        return ids[1:]  # a rendered chat template has written the BOS that the tokenizer adds
+    return ids
 
 
 def _is_token_id(item: object) -> bool:

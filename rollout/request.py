@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollout.core.beam import BeamOptions, BeamResult
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.lora.request import LoRARequest
 from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV."""
+    """Where a request stands.
+
+    `SWAPPED` is waiting with its KV in host memory; `PREEMPTED` is waiting without KV. `PARKED`: a beam that has drawn,
+    and waits for the other beams of its search.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
     SWAPPED = "swapped"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -38,9 +46,14 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One sample. A request for `n` samples becomes `n` of these; the first leads and the others fork from it.
 
-    The lists are filled as follows: `token_ids` starts as the prompt and grows by the scheduler's update; the arrays of
-    logprobs grow with it, one value per sampled token. `num_computed_tokens` counts the leading tokens whose KV is
-    written; it moves only when a step's result arrives.
+    The lists are filled as follows: `token_ids` starts as the prompt, with the output that is known already (of a
+    sample that is resumed, or a fork), and grows by the scheduler's update; the arrays of logprobs grow with it, one
+    value per sampled token. `num_computed_tokens` counts the leading tokens whose KV is written; it moves only when a
+    step's result arrives.
+
+    Forced tokens but the last are in `token_ids` from the start too, without values in the arrays: they are known
+    tokens that are computed as a prompt is, and one after the other they become output as their values arrive. The
+    last one is drawn in its turn, like any token, except that the draw is forced.
     """
 
     request_id: str  # unique, one per sample
@@ -60,6 +73,11 @@ class Request:
     lora_request: LoRARequest | None = None
     adapter_slot: int = -1  # where its adapter lies, which stays there while the request is unfinished; -1 for none
     adapter_key: str | None = None  # the adapter's name and content, part of every block's hash
+    beam_options: BeamOptions | None = None  # where set, this is a beam search; see `rollout.core.beam_groups`
+    forked_from: Request | None = None  # goes on from an output of this one: shares its KV while that runs
+    parent: tuple[str, int] | None = None  # group id and sample index of the sample that it was forked from
+    branch_position: int = 0  # leading output tokens that it has from there
+    num_forced_tokens: int = 0  # leading output tokens that nobody drew
 
     token_ids: list[int] = field(default_factory=list)  # prompt + output
     num_computed_tokens: int = 0
@@ -78,13 +96,24 @@ class Request:
     kept_mass: array[float] = field(default_factory=lambda: array("f"))
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
-    sample_state: SampleState | None = None  # where draws depend on the tokens before them
+    top_logprobs: LogprobColumns | None = None  # a position a sampled token, where the parameters ask for it
+    prompt_top_logprobs: LogprobColumns | None = None  # a position a value of `prompt_logprobs`, likewise
+    sample_state: SampleState | None = None  # where draws take more than logits, temperature and filters
+    beam_result: BeamResult | None = None  # of a beam search that has ended
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
-        if self.params.looks_at_tokens:
-            self.sample_state = SampleState(self.token_ids, len(self.prompt_token_ids))
+        self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
+        self.num_forced_tokens = max(self.num_forced_tokens, len(self.forced_token_ids))
+        if self.params.wants_top_logprobs and self.beam_options is None and self.top_logprobs is None:
+            self.top_logprobs = LogprobColumns()
+        if self.params.prompt_logprobs is not None:
+            self.prompt_top_logprobs = LogprobColumns()
+        if self.params.adjusts_logits:
+            self.sample_state = SampleState(
+                self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,24 +121,71 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
+        """Known tokens: prompt and output, forced tokens that are still to come included."""
         return len(self.token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
+    def num_known_output_tokens(self) -> int:
+        """Output tokens, forced tokens that are still to come included."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens that were drawn, or forced and reported on. The values of a beam lie with its search."""
+        if self.beam_options is not None:
+            return self.num_known_output_tokens
+        return min(len(self.entropy), len(self.token_ids) - len(self.prompt_token_ids))
+
+    @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
+        start = len(self.prompt_token_ids)
+        return self.token_ids[start : start + self.num_output_tokens]
+
+    @property
+    def forced_token_ids(self) -> Sequence[int]:
+        """What the first output tokens are."""
+        return self.params.forced_token_ids or ()
+
+    @property
+    def arrays(self) -> tuple[array[float], ...]:
+        """Those with one value an output token."""
+        return self.raw_logprobs, self.sampled_logprobs, self.kept_mass, self.entropy
 
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
-    @property
-    def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that may not be drawn next: every id that would end the request, before `min_tokens` is reached."""
-        if self.num_output_tokens >= self.params.min_tokens:
+    def cut_back(self) -> None:
+        """Drops what is kept of tokens that were never appended, or only in part: an update was interrupted."""
+        num_output = min(self.num_known_output_tokens, *map(len, self.arrays))
+        if self.top_logprobs is not None:
+            num_output = min(num_output, len(self.top_logprobs))
+            self.top_logprobs.truncate(num_output)
+        for column in self.arrays:
+            del column[num_output:]
+        top, num_scored = self.prompt_top_logprobs, len(self.prompt_logprobs)
+        if top is not None and len(top) > num_scored:
+            self.prompt_top_logprobs = top.copy()  # others may share it
+            self.prompt_top_logprobs.truncate(num_scored)
+
+    def forget_prompt_logprobs(self) -> None:
+        """The prompt's tokens will be scored anew. What a fork of it shares stays as it is."""
+        del self.prompt_logprobs[:]
+        if self.prompt_top_logprobs is not None:
+            self.prompt_top_logprobs = LogprobColumns()
+
+    def share_prompt_logprobs(self, other: Request) -> None:
+        """Takes over what `other`, with the same prompt and parameters, knows of the prompt's tokens so far."""
+        top = other.prompt_top_logprobs
+        if top is not None:  # shared where nobody adds to it any more
+            self.prompt_top_logprobs = top if len(top) == self.num_prompt_tokens - 1 else top.copy()
+        self.prompt_logprobs = other.prompt_logprobs[:]
+
+    def banned_token_ids(self, position: int) -> tuple[int, ...]:
+        """Ids that may not be drawn as the token at `position`: those that would end the request, before `min_tokens`
+        is reached. Where the output has a grammar its masks say so, since there may be nothing else to draw."""
+        if self.params.structured_outputs is not None:
+            return ()
+        if position - len(self.prompt_token_ids) >= self.params.min_tokens:
             return ()
         return tuple(sorted(self.eos_token_ids | self.stop_token_ids))

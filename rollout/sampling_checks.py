@@ -57,6 +57,11 @@ def check(params: SamplingParams) -> None:
     _check_combinations(params)
 
 
+def resolve_count(count: int | None, vocab_size: int) -> int:
+    """How many most likely tokens `logprobs` or `prompt_logprobs` ask for: -1 is the whole vocabulary."""
+    return vocab_size if count == -1 else min(count or 0, vocab_size)
+
+
 def tokens_outside(params: SamplingParams, vocab_size: int) -> str | None:
     """Which field names a token that the vocabulary does not have, in a sentence."""
     fields: dict[str, Iterable[int]] = {
@@ -169,6 +174,8 @@ def _check_texts(params: SamplingParams) -> None:
         for text in getattr(params, field):
             if not isinstance(text, str) or not text:
                 _fail(field, text, _TEXTS)
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                _fail(field, text, "text without surrogates, which no output has")
     if params.stop_strings and not params.detokenize:
         _fail("detokenize", params.detokenize, "True when stop strings are given, since they are matched in text")
 
@@ -201,3 +208,9 @@ def _check_combinations(params: SamplingParams) -> None:
     num_forced = len(params.forced_token_ids or ())
     if params.max_tokens is not None and num_forced > params.max_tokens:
         _fail("forced_token_ids", f"{num_forced} ids", f"at most max_tokens ({params.max_tokens}) ids")
+    if params.structured_outputs is not None and params.thinking_token_budget is not None:
+        _fail(
+            "thinking_token_budget",
+            params.thinking_token_budget,
+            "None with structured_outputs, which is of the whole output and leaves no room for reasoning",
+        )

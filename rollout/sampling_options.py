@@ -52,7 +52,8 @@ class StructuredOutputsParams:
     `json`: a JSON schema, as text or as a dict. `regex`: the whole output matches. `choice`: it is one of these texts.
     `grammar`: a context-free grammar, in Lark's notation or GBNF (`root ::= …`). `json_object=True`: any JSON object.
     `disable_any_whitespace` and `whitespace_pattern` (a regular expression) say what may stand between the parts of
-    JSON; by default white space is bounded. Raises `ValueError` naming the field.
+    JSON; by default a space, or a new line with its indentation. `disable_additional_properties` closes the objects of
+    a schema that name properties and do not say whether there may be others. Raises `ValueError` naming the field.
     """
 
     json: str | dict[str, Any] | None = None
@@ -82,11 +83,18 @@ class StructuredOutputsParams:
                 raise ValueError(f"structured_outputs.{name}={value!r} is not valid: it must be text, not empty")
         if self.choice is not None:
             texts_only = isinstance(self.choice, tuple) and all(isinstance(text, str) for text in self.choice)
-            if not texts_only or not all(self.choice):
+            if not texts_only or not self.choice or not all(self.choice):
                 raise ValueError(f"structured_outputs.choice={self.choice!r} is not valid: a list of texts, none empty")
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name) or False, bool):
                 raise ValueError(f"structured_outputs.{name}={getattr(self, name)!r} is not valid: True or False")
+        (kind,) = given
+        options = {"disable_any_whitespace": ("json", "json_object"), "whitespace_pattern": ("json", "json_object")}
+        for name, kinds_with in (options | {"disable_additional_properties": ("json",)}).items():
+            if getattr(self, name) and kind not in kinds_with:
+                raise ValueError(
+                    f"structured_outputs.{name}={getattr(self, name)!r} is not used with {kind}: leave it out"
+                )
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise ValueError(
                 f"structured_outputs.whitespace_pattern={self.whitespace_pattern!r} is not used with "

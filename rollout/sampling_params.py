@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.sampling_checks import MAX_N, MAX_SEED, check, normalise
@@ -17,26 +17,6 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
 ]
-
-# Fields that are on their way, with the value that means "not used". Setting one to anything else raises: a parameter
-# that is accepted and ignored would change what is sampled without anybody noticing.
-_NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": ((),),
-    "logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logprob_token_ids": (None,),
-    "structured_outputs": (None,),
-    "logits_processors": (None,),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "spaces_between_special_tokens": (True,),
-    "forced_token_ids": (None,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +70,6 @@ class SamplingParams:
     def __post_init__(self) -> None:
         normalise(self)
         check(self)
-        _refuse_unsupported(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -103,17 +82,22 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def looks_at_tokens(self) -> bool:
-        """Whether a draw depends on the tokens before it in other ways than through the model."""
-        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        others = (self.bad_words, self.structured_outputs, self.logits_processors)
-        return bool(has_penalty or any(others) or self.thinking_token_budget is not None)
+    def wants_top_logprobs(self) -> bool:
+        """Whether each sampled token comes with its rank, the most likely tokens, or tokens that were named."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens that a sample has already are more or less likely because of that."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-def _refuse_unsupported(params: SamplingParams) -> None:
-    known = {field.name for field in fields(params)}
-    for field, neutral in _NOT_SUPPORTED_YET.items():
-        assert field in known
-        value = getattr(params, field)
-        if value not in neutral:
-            raise ValueError(f"{field}={value!r} is not supported yet: leave it at {neutral[0]!r}")
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether a draw takes more than the model's logits, the temperature and the filters."""
+        optional = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.logits_processors)
+        return bool(
+            self.has_penalty
+            or any(optional)
+            or self.structured_outputs is not None
+            or self.thinking_token_budget is not None
+        )

@@ -41,6 +41,11 @@ class KVManager:
         """The request's block table; the caller does not change it."""
         return self._requests[request.request_id].block_ids
 
+    def holds_blocks(self, request: Request) -> bool:
+        """Whether the request has blocks, on the device or on the host."""
+        entry = self._requests.get(request.request_id)
+        return entry is not None and bool(entry.block_ids or entry.host_block_ids)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -76,6 +81,11 @@ class KVManager:
         num_free_hits = sum(block.ref_count == 0 for block in hits)
         return self.pool.num_free - num_free_hits - num_new >= reserve
 
+    def fits_beside(self, request: Request, num_shared: int, reserve: int) -> bool:
+        """The same, where the KV of its first `num_shared` tokens is shared and a partial block of them is copied."""
+        num_new = self.num_blocks_for(len(request.token_ids)) - num_shared // self.block_size
+        return self.pool.num_free - num_new >= reserve
+
     def admit(self, request: Request, hits: list[Block]) -> None:
         """Starts the request's block table with the prefix that was found."""
         entry = self._entry(request)
@@ -85,9 +95,10 @@ class KVManager:
     def allocate(self, request: Request, num_new_tokens: int, copies: list[tuple[int, int]]) -> bool:
         """Slots for the next `num_new_tokens` tokens; False, with nothing changed, where blocks are short.
 
-        A shared partial block is replaced by a private one, and the copy appended to `copies` as (source,
-        destination). The source stays held until `end_step`, so that no other copy or swap is written to it before it
-        is read; its last user may write to it, since writes follow copies.
+        A partial block that others hold, or that is hittable (a fork may begin within a block that its parent has
+        filled), is replaced by a private one, and the copy appended to `copies` as (source, destination). The source
+        stays held until `end_step`, so that no other copy or swap is written to it before it is read; its last user
+        may write to it, since writes follow copies.
         """
         size = self.block_size
         table = self._requests[request.request_id].block_ids
@@ -97,7 +108,9 @@ class KVManager:
         shared = None
         if start % size:
             last = pool.blocks[table[-1]]
-            if last.ref_count > 1 and last.ref_count - self._copy_holds[last.block_id] > 1:
+            if last.block_hash is not None or (
+                last.ref_count > 1 and last.ref_count - self._copy_holds[last.block_id] > 1
+            ):
                 shared = last
         if num_missing + (shared is not None) > len(pool.free_queue):
             return False
@@ -110,18 +123,29 @@ class KVManager:
             table.append(pool.take().block_id)
         return True
 
-    def fork(self, leader: Request, sibling: Request) -> None:
-        """Gives `sibling`, which holds nothing, a share of every block of `leader`, the partial one included."""
-        source = self._requests[leader.request_id]
-        for block_id in source.block_ids:
+    def fork(self, parent: Request, child: Request, num_tokens: int | None = None) -> None:
+        """Gives `child`, which holds nothing, a share of the blocks of `parent`, the partial one included.
+
+        Of all of them, or of those of the first `num_tokens` tokens, which both requests begin with: then the last
+        block may hold more of the parent's tokens, and the child gets a private copy before it writes there.
+        """
+        source = self._requests[parent.request_id]
+        num_tokens = len(source.block_ids) * self.block_size if num_tokens is None else num_tokens
+        block_ids, num_full = source.block_ids[: self.num_blocks_for(num_tokens)], num_tokens // self.block_size
+        for block_id in block_ids:
             self.pool.share(self.pool.blocks[block_id])
-        self._requests[sibling.request_id] = RequestBlocks(
-            block_ids=source.block_ids.copy(),
-            hashes=source.hashes.copy(),
-            num_published=source.num_published,
+        self._requests[child.request_id] = RequestBlocks(
+            block_ids=block_ids,
+            hashes=source.hashes[:num_full],
+            num_published=min(source.num_published, num_full),
             may_publish=source.may_publish,
             is_mixed=source.is_mixed,
         )
+
+    def may_be_forked(self, parent: Request) -> bool:
+        """Whether others may go on from the KV that `parent` holds: it is on the device, and of one policy alone."""
+        entry = self._requests.get(parent.request_id)
+        return entry is not None and bool(entry.block_ids) and entry.may_publish and not entry.is_mixed
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Moves the request to host blocks: (device, host) pairs to copy; None where host blocks are short."""

@@ -62,6 +62,7 @@ class Planner:
         self.kv = kv
         self.running = running
         self.waiting = waiting
+        self.parked = RequestQueue()  # beams that have drawn and hold KV, until their search goes on
         self.policy_version = 0
         self.num_preemptions = 0
         self.num_cache_queries = 0  # prompt tokens looked up at first admissions
@@ -70,10 +71,13 @@ class Planner:
     def plan_step(self) -> Step:
         """Computed tokens catch up with known tokens, as far as budget, seats and blocks reach.
 
-        Running requests come first, then waiting ones, each in order.
+        Running requests come first, then waiting ones, each in order. Where neither can move, parked beams give up
+        their KV, last in order first.
         """
         step = Step(self.config.max_num_batched_tokens, self.config.max_num_seqs - len(self.running))
         if self._schedule_running(step):
+            self._schedule_waiting(step)
+        while not step.plan.sequences and self._drop_parked():
             self._schedule_waiting(step)
         step.plan.num_scheduled_tokens = self.config.max_num_batched_tokens - step.budget
         return step
@@ -89,6 +93,8 @@ class Planner:
             num_new = min(len(request.token_ids) - request.num_computed_tokens, step.budget)
             while not kv.allocate(request, num_new, plan.block_copies):
                 enough = False
+                if self._drop_parked():
+                    continue
                 if running[-1] is request:  # the last one keeps its blocks and sits this step out
                     return False
                 self._preempt(running.pop(), plan)
@@ -107,6 +113,17 @@ class Planner:
         else:
             self.drop_kv(request)
         self.waiting.add(request)
+
+    def _drop_parked(self) -> bool:
+        """Takes the KV of the last parked beam; False where none has any. Its candidates stay: only its children will
+        compute it anew."""
+        if not self.parked.items:
+            return False
+        request = self.parked.items.pop()
+        self.count_preemption(request)
+        self.kv.release(request)
+        request.num_computed_tokens = 0
+        return True
 
     def drop_kv(self, request: Request) -> None:
         """Takes the KV of a request that ran or was swapped out; it recomputes when it runs again."""
@@ -135,17 +152,47 @@ class Planner:
                 limit = request.num_computed_tokens // self.config.block_size
             elif self._wants_scores(request):
                 limit = 0
-            else:
-                limit = (len(request.token_ids) - 1) // self.config.block_size
+            else:  # the first token without values in the arrays is drawn from the row before it, which is computed
+                limit = (request.num_prompt_tokens + request.num_output_tokens - 1) // self.config.block_size
             hits = self.kv.cached_prefix(request, limit)
-            if not swapped and len(hits) < limit and self._is_being_computed(step, request, len(hits)):
+            num_shared = 0 if swapped or request.forked_from is None else self._num_shared(step, request)
+            if num_shared <= len(hits) * self.config.block_size:
+                num_shared = 0
+            num_blocks = num_shared // self.config.block_size or len(hits)
+            reserve = (len(self.running) + step.num_forks + 1) // 2
+            if not swapped and num_blocks < limit and self._is_being_computed(step, request, num_blocks):
                 passed_over.append(request)
-            elif self.kv.fits(request, hits, (len(self.running) + step.num_forks + 1) // 2):
+            elif num_shared and self.kv.fits_beside(request, num_shared, reserve):
+                self._admit_fork(step, request, num_shared)
+            elif not num_shared and self.kv.fits(request, hits, reserve):
                 self._admit(step, request, hits)
             else:
                 break
             position += 1
         items[:position] = passed_over
+
+    def _num_shared(self, step: Step, request: Request) -> int:
+        """Leading tokens whose KV the request can take from the running request that it is a fork of.
+
+        The block behind the last full one is copied in this step: that needs a block whose content is there before the
+        step, and is not itself copied or swapped in.
+        """
+        parent = request.forked_from
+        if parent is None or parent.status is not _RUNNING or self._wants_scores(request):
+            return 0
+        if (parent.adapter_key, parent.cache_salt) != (request.adapter_key, request.cache_salt):
+            return 0
+        if not self.kv.may_be_forked(parent):
+            return 0
+        size = self.config.block_size
+        num_common = min(request.branch_position, request.num_output_tokens - 1)
+        num_tokens = min(request.num_prompt_tokens + num_common, parent.num_computed_tokens)
+        if num_tokens % size:
+            last = self.kv.block_ids(parent)[num_tokens // size]
+            plan = step.plan
+            if any(last == arriving for _, arriving in (*plan.block_copies, *plan.swap_in)):
+                num_tokens -= num_tokens % size
+        return num_tokens
 
     def _is_being_computed(self, step: Step, request: Request, block_position: int) -> bool:
         if not self.config.enable_prefix_caching:
@@ -172,6 +219,18 @@ class Planner:
             if self.config.enable_prefix_caching and not self._wants_scores(request):
                 self.num_cache_queries += len(request.token_ids)
                 self.num_cache_hits += request.num_computed_tokens
+        self._run_admitted(step, request)
+
+    def _admit_fork(self, step: Step, request: Request, num_tokens: int) -> None:
+        """Starts a request that fits, with the KV of `num_tokens` leading tokens of the one it is a fork of."""
+        assert request.forked_from is not None
+        request.num_computed_tokens = num_tokens  # first, so that an interruption here gives the blocks back
+        self.kv.fork(request.forked_from, request, num_tokens)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_tokens
+        self._run_admitted(step, request)
+
+    def _run_admitted(self, step: Step, request: Request) -> None:
         self.start_running(request)
         step.num_seats -= 1
         num_new = min(len(request.token_ids) - request.num_computed_tokens, step.budget)
@@ -196,7 +255,8 @@ class Planner:
             spans.append((self.policy_version, num_output))
 
     def _plan_sequence(self, step: Step, request: Request, num_new: int) -> None:
-        """Plans the next `num_new` tokens of a request and, after its last known token, the draws from that row."""
+        """Plans the next `num_new` tokens of a request, and the draws from their rows: of forced tokens that they make
+        known, and of the next token after the last known one."""
         tokens = request.token_ids
         start = request.num_computed_tokens
         end = start + num_new
@@ -204,28 +264,49 @@ class Planner:
         sequences = step.plan.sequences
         block_ids = self.kv.block_ids(request).copy()
         sequences.append(
-            ScheduledSequence(request.request_id, start, tokens[start:end], block_ids, targets, request.adapter_slot)
+            ScheduledSequence(
+                request.request_id,
+                start,
+                tokens[start:end],
+                block_ids,
+                targets,
+                request.adapter_slot,
+                request.params.prompt_logprobs,
+            )
         )
         step.requests.append(request)
         step.budget -= num_new
-        if end == len(tokens) and request.max_tokens > 0:
-            self._plan_draw(step, request)
+        if request.max_tokens == 0:
+            return
+        if request.params.forced_token_ids:
+            for position in range(request.num_prompt_tokens + request.num_output_tokens, min(end + 1, len(tokens))):
+                self._plan_draw(step, request, position, position - 1 - start)
+        if end == len(tokens):
+            self._plan_draw(step, request, end)
             if request.siblings:
                 self._plan_forks(step, request)
 
-    def _plan_draw(self, step: Step, request: Request) -> None:
-        banned = request.banned_token_ids if request.params.min_tokens else ()
+    def _plan_draw(self, step: Step, request: Request, position: int, row: int = -1) -> None:
+        """Plans the draw of the token at `position`, from a row of the last sequence."""
+        params = request.params
+        banned = request.banned_token_ids(position) if params.min_tokens else ()
         sequence_index = len(step.plan.sequences) - 1
-        position = len(request.token_ids)
+        forced_token_id = -1
+        if params.forced_token_ids:
+            index = position - request.num_prompt_tokens
+            forced_token_id = params.forced_token_ids[index] if index < len(params.forced_token_ids) else -1
         draw = Draw(
             request.request_id,
             sequence_index,
-            request.params,
+            params,
             request.seed,
             request.sample_index,
             position,
             banned,
             request.sample_state,
+            row,
+            forced_token_id,
+            request.beam_options is not None,
         )
         step.plan.draws.append(draw)
         step.drawers.append(request)
@@ -237,7 +318,7 @@ class Planner:
             if num_forks <= 0:
                 break
             if not sibling.is_finished:
-                self._plan_draw(step, sibling)
+                self._plan_draw(step, sibling, sibling.num_tokens)
                 num_forks -= 1
                 step.num_seats -= 1
                 step.num_forks += 1

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from rollout.core.beam_groups import BeamGroups
 from rollout.core.kv_manager import KVManager
 from rollout.core.planner import Planner, SchedulerConfig, Step
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import SchedulePlan, SchedulerStats, StepResult
-from rollout.core.stop import NOT_A_TOKEN, check_stop
+from rollout.core.stop import NOT_A_TOKEN, REPETITION_DETECTED, check_stop, ends_in_repetition
 from rollout.request import FinishReason, Request, RequestStatus
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -23,7 +24,16 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("entropy", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+    __slots__ = (
+        "completed",
+        "entropy",
+        "failures",
+        "kept_mass",
+        "raw_logprobs",
+        "sampled_logprobs",
+        "token_ids",
+        "top_logprobs",
+    )
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -31,6 +41,9 @@ class _Draws:
         self.sampled_logprobs: list[float] = result.sampled_logprobs.tolist()
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
+        self.completed = result.completed
+        self.top_logprobs = result.top_logprobs  # by the draw, of those that ask for it
+        self.failures = result.failures
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -71,6 +84,7 @@ class Scheduler:
         self._running = RequestQueue()
         self._waiting = RequestQueue()  # without the siblings that still wait for their leader's prompt
         self._planner = Planner(config, self.kv, self._running, self._waiting)
+        self._beams = BeamGroups(self._planner)
         self._in_flight: Step | None = None
         self._num_added = 0
 
@@ -80,8 +94,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Everything unfinished that does not run: new, preempted, swapped, and siblings before their fork."""
-        return len(self._requests) - len(self._running)
+        """Everything unfinished that does not run: new, preempted, swapped, parked, and siblings before their fork."""
+        return len(self._requests) + self._beams.num_further - len(self._running)
 
     @property
     def policy_version(self) -> int:
@@ -95,12 +109,20 @@ class Scheduler:
         """The waiting requests, first to last, without siblings that wait for their leader's prompt."""
         return list(self._waiting)
 
+    def parked_requests(self) -> list[Request]:
+        """Beams that have drawn, wait for the others of their search, and hold KV; first to last."""
+        return list(self._planner.parked)
+
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
     def unfinished(self) -> list[Request]:
-        """Every request that has not ended, in the order of their arrival."""
+        """Every request that has not ended, in the order of their arrival; of a beam search the one that was added."""
         return list(self._requests.values())
+
+    def begun_beam_searches(self) -> list[Request]:
+        """Those that hold what the present policy has computed. They have to end before another may come."""
+        return self._beams.begun()
 
     def add(self, request: Request) -> None:
         """Queues a request and its siblings. Raises `ValueError`, adding none of them, if one can never fit."""
@@ -112,15 +134,23 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r}: the id, or a sibling's, is already in use")
         priority = request.priority if self.config.policy == "priority" else 0
         for member in family:
-            self._requests[member.request_id] = member
-            self._groups.setdefault(member.group_id, {})[member.request_id] = member
-            member.rank = (priority, request.arrival, self._num_added)
-            self._num_added += 1
+            self._register(member, priority)
+        if request.beam_options is not None:
+            further = range(self._num_added, self._num_added + request.beam_options.width - 1)
+            self._beams.add(request, [(priority, request.arrival, number) for number in further])
+            self._num_added += len(further)
         self._waiting.add(request)
         if request.max_tokens == 0:  # nothing is drawn, so nothing would ever fork
             siblings, request.siblings = request.siblings, []
             for sibling in siblings:
                 self._waiting.add(sibling)
+
+    def _register(self, request: Request, priority: int) -> None:
+        """Takes a request on the books, behind those of the same priority and arrival; it stands in no queue yet."""
+        self._requests[request.request_id] = request
+        self._groups.setdefault(request.group_id, {})[request.request_id] = request
+        request.rank = (priority, request.arrival, self._num_added)
+        self._num_added += 1
 
     def check_fits(self, request: Request) -> None:
         """Raises `ValueError`, with the numbers, if the request can never run to its end. Queues nothing."""
@@ -140,7 +170,9 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request wherever it stands; of one that has ended already, only the reason changes."""
         if not request.is_finished:
-            if request.status is _RUNNING:
+            if request.beam_options is not None:
+                self._beams.close(request, reason)
+            elif request.status is _RUNNING:
                 self._running.discard(request)
             else:
                 self._waiting.discard(request)
@@ -154,6 +186,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self.kv.forget(request)
         self._pass_on_siblings(request)
+        request.forked_from = None
         del self._requests[request.request_id]
         group = self._groups[request.group_id]
         del group[request.request_id]
@@ -170,7 +203,7 @@ class Scheduler:
             heir = siblings[0]
             heir.siblings = siblings[1:]
             if heir.scores_prompt and leader.finish_reason is not FinishReason.ERROR:
-                heir.prompt_logprobs = leader.prompt_logprobs[:]
+                heir.share_prompt_logprobs(leader)
             self._waiting.add(heir)
 
     def schedule(self) -> SchedulePlan:
@@ -187,7 +220,8 @@ class Scheduler:
     def update(self, plan: SchedulePlan, result: StepResult) -> list[tuple[Request, list[int]]]:
         """Takes a plan's result: tokens and arrays are appended, full blocks published, ended requests freed.
 
-        Returns the requests that got tokens, and those that ended without one (scored, or in error), in plan order.
+        Returns the requests that got tokens, and those that ended without one (scored, or in error), in plan order;
+        then the beam searches that ended.
         What belongs to requests that were aborted since `schedule` is ignored.
         """
         step = self._in_flight
@@ -210,61 +244,87 @@ class Scheduler:
                 continue
             sequence = plan.sequences[index]
             request.num_computed_tokens = sequence.start + len(sequence.token_ids)
-            if sequence.target_token_ids:
-                scores = result.prompt_logprobs[request.request_id]
-                if not self._take_scores(request, sequence.start, scores):
-                    self._retire_in_error(request, outputs)
-                    continue
+            if sequence.target_token_ids and not self._take_scores(request, sequence.start, result):
+                self._retire_in_error(request, outputs)
+                continue
             if NOT_A_TOKEN in columns.token_ids[first:last]:
                 self.kv.withdraw(request)
             else:
                 self.kv.publish(request)
-            if first < last:
-                self._take_draws(step.drawers, columns, first, last, outputs)
+            if first < last and request.beam_options is not None:
+                self._beams.take(request, result, first)
+            elif first < last:
+                self._take_draws(step.drawers[first:last], columns, first, outputs)
             elif request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
                 self._retire(request, FinishReason.LENGTH, None)
                 outputs.append((request, []))
         running = self._running
         running.items = [request for request in running.items if request.status is _RUNNING]
+        if len(self._beams):
+            for root, reason in self._beams.settle():
+                self.finish(root, reason)
+                outputs.append((root, []))
         return outputs
 
     @staticmethod
-    def _take_scores(request: Request, start: int, scores: np.ndarray) -> bool:
+    def _take_scores(request: Request, start: int, result: StepResult) -> bool:
         """Appends the scores that are not known yet (after a preemption the first ones are); False if one is NaN."""
+        scores, top = result.prompt_logprobs[request.request_id], request.prompt_top_logprobs
+        if top is not None:
+            top.append(result.prompt_top_logprobs[request.request_id][len(top) - start :])
         num_known = len(request.prompt_logprobs) - start
         request.prompt_logprobs.extend(scores[num_known:].tolist())
         return not np.isnan(scores).any()
 
     def _take_draws(
-        self, drawers: list[Request], columns: _Draws, first: int, last: int, outputs: list[tuple[Request, list[int]]]
+        self, drawers: list[Request], columns: _Draws, first: int, outputs: list[tuple[Request, list[int]]]
     ) -> None:
-        """Gives one sequence's draws, `first` to `last`, to those who drew: its request and then its forks."""
-        leader = drawers[first]
+        """Gives one sequence's draws, from `first` on, to those who drew: its request, and then its forks."""
+        leader = drawers[0]
+        known: list[int] = []  # forced tokens, of which this step tells no more than the values in the arrays
+        if leader.params.forced_token_ids:
+            while len(known) < len(drawers) and leader.num_output_tokens < leader.num_known_output_tokens:
+                index = first + len(known)
+                if columns.token_ids[index] == NOT_A_TOKEN:
+                    self._retire_in_error(leader, outputs, known)
+                    return
+                _take_arrays(leader, columns, index)
+                known.append(columns.token_ids[index])
+            if len(known) == len(drawers):  # a chunk that ends among the forced tokens
+                outputs.append((leader, known))
+                return
+            drawers, first = drawers[len(known) :], first + len(known)
         if leader.siblings:
             # Forks take their share of the leader's blocks before any of them can end and give its own back.
-            for sibling in drawers[first + 1 : last]:
+            for sibling in drawers[1:]:
                 if not sibling.is_finished:
                     self._fork(leader, sibling)
             self._pass_on_siblings(leader)
-        for position in range(first, last):
-            request = drawers[position]
+        for index, request in enumerate(drawers, start=first):
             if request.status is not _RUNNING:
                 continue
-            token_id = columns.token_ids[position]
+            token_id = columns.token_ids[index]
+            new = known if request is leader else _copy_arrays(leader, request)
             if token_id == NOT_A_TOKEN:
-                self._retire_in_error(request, outputs)
+                self._retire_in_error(request, outputs, new, columns.failures.get(index))
                 continue
-            request.raw_logprobs.append(columns.raw_logprobs[position])
-            request.sampled_logprobs.append(columns.sampled_logprobs[position])
-            request.kept_mass.append(columns.kept_mass[position])
-            request.entropy.append(columns.entropy[position])
+            _take_arrays(request, columns, index)
             self._take_token(request, token_id)
-            outputs.append((request, [token_id]))
+            if columns.completed and index in columns.completed:
+                self._retire(request, FinishReason.STOP, columns.completed[index])
+            outputs.append((request, [*new, token_id] if new else [token_id]))
 
-    def _retire_in_error(self, request: Request, outputs: list[tuple[Request, list[int]]]) -> None:
+    def _retire_in_error(
+        self,
+        request: Request,
+        outputs: list[tuple[Request, list[int]]],
+        token_ids: list[int] | None = None,
+        why: str | None = None,
+    ) -> None:
+        """Ends a request that cannot go on, after `token_ids`, which this step has told of."""
         self.kv.withdraw(request)
-        self._retire(request, FinishReason.ERROR, None)
-        outputs.append((request, []))
+        self._retire(request, FinishReason.ERROR, why)
+        outputs.append((request, token_ids or []))
 
     def _take_token(self, request: Request, token_id: int) -> None:
         tokens = request.token_ids
@@ -282,13 +342,19 @@ class Scheduler:
         )
         if verdict is not None:
             self._retire(request, *verdict)
+            return
+        detection = request.params.repetition_detection
+        if detection is not None and ends_in_repetition(
+            tokens, request.num_output_tokens, request.params.min_tokens, detection
+        ):
+            self._retire(request, FinishReason.REPETITION, REPETITION_DETECTED)
 
     def _fork(self, leader: Request, sibling: Request) -> None:
         self.kv.fork(leader, sibling)
         sibling.num_computed_tokens = leader.num_computed_tokens
         sibling.num_cached_tokens = leader.num_cached_tokens
         if sibling.scores_prompt:
-            sibling.prompt_logprobs = leader.prompt_logprobs[:]
+            sibling.share_prompt_logprobs(leader)
         self._planner.start_running(sibling)
 
     def preempt_all(self) -> None:
@@ -304,10 +370,10 @@ class Scheduler:
     def _preempt_all_but(self, kept: AbstractSet[str]) -> None:
         pending: set[str] = set()
         for request in self._requests.values():
-            if request.request_id in kept:
-                continue
             request.siblings = [sibling for sibling in request.siblings if sibling.status is RequestStatus.WAITING]
             pending.update(sibling.request_id for sibling in request.siblings)
+            if request.request_id in kept or request.beam_options is not None:
+                continue
             if request.status is _RUNNING:
                 self._planner.count_preemption(request)
             if request.status in (_RUNNING, RequestStatus.SWAPPED):
@@ -315,12 +381,16 @@ class Scheduler:
             elif request.num_computed_tokens:  # interrupted between getting its blocks and starting to run
                 self.kv.release(request)
                 request.num_computed_tokens = 0
-            for array in (request.raw_logprobs, request.sampled_logprobs, request.kept_mass, request.entropy):
-                del array[request.num_output_tokens :]
-        queued = (request for request in self._requests.values() if request.request_id not in pending)
-        in_order = sorted(queued, key=lambda request: request.rank)
+            request.cut_back()
+        queued = [
+            request
+            for request in self._requests.values()
+            if request.request_id not in pending and request.beam_options is None
+        ]
+        in_order = sorted([*queued, *self._beams.forget_kv()], key=lambda request: request.rank)
         self._waiting.items = [request for request in in_order if request.status is not _RUNNING]
         self._running.items = [request for request in in_order if request.status is _RUNNING]
+        self._planner.parked.items = []
 
     def reset_prefix_cache(self) -> bool:
         """Makes no block hittable; False, with nothing changed, where a block is in use."""
@@ -344,15 +414,20 @@ class Scheduler:
         With `keep_kv` requests that have sampled tokens go on with the KV that they have, in host memory too. All
         others compute theirs anew, scores of a prompt included. So an output whose tokens are all of one version was
         computed by that version alone, and the spans of every other say that it was not. Raises `RuntimeError` between
-        `schedule` and `update`, and without `keep_kv` while requests run (see `preempt_all` and `abort`).
+        `schedule` and `update`, without `keep_kv` while requests run (see `preempt_all` and `abort`), and where beam
+        searches have begun: they would compare logprobs of one policy with those of another.
         """
+        if self._beams.begun():
+            raise RuntimeError(
+                f"{len(self._beams.begun())} beam searches have begun: abort them before a policy update"
+            )
         if self._in_flight is not None or (self._running.items and not keep_kv):
             raise RuntimeError(f"{self.num_running} requests are running: abort or preempt them before a policy update")
         kept = [request for request in self._requests.values() if keep_kv and _has_sampled(request)]
         self._preempt_all_but({request.request_id for request in kept})
         for request in self._requests.values():
             if request.num_output_tokens == 0:
-                del request.prompt_logprobs[:]
+                request.forget_prompt_logprobs()
                 if request.status is RequestStatus.PREEMPTED:
                     request.status = RequestStatus.WAITING  # as if it had just come: its prefix is looked up anew
         self.kv.set_policy_version(version)
@@ -363,7 +438,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters now."""
-        num_slots_allocated, num_slots_used = self.kv.slots(self._running)
+        num_slots_allocated, num_slots_used = self.kv.slots([*self._running, *self._planner.parked])
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -374,6 +449,7 @@ class Scheduler:
             prefix_cache_hits=self._planner.num_cache_hits,
             num_slots_allocated=num_slots_allocated,
             num_slots_used=num_slots_used,
+            num_beam_tokens=self._beams.num_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -382,13 +458,15 @@ class Scheduler:
         self._waiting.check_integrity()
         self.kv.check_integrity()
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than there are seats"
-        known = set(self._requests)
+        self._planner.parked.check_integrity()
+        self._beams.check_integrity()
+        known = {request_id for request_id, request in self._requests.items() if request.beam_options is None}
         pending = [sibling for request in self._requests.values() for sibling in request.siblings]
         places = [*self._running, *self._waiting, *(sibling for sibling in pending if not sibling.is_finished)]
-        ids = [request.request_id for request in places]
+        ids = [request.request_id for request in places if request.beam_options is None]
         assert len(set(ids)) == len(ids), "a request stands in two places"
         assert set(ids) == known, "a request stands nowhere"
-        assert known == {request_id for group in self._groups.values() for request_id in group}
+        assert self._requests.keys() == {request_id for group in self._groups.values() for request_id in group}
         for request in self._running:
             assert request.status is _RUNNING, f"{request.request_id} is {request.status} in the running queue"
             self._check_table(request)
@@ -406,6 +484,28 @@ class Scheduler:
             assert num_held == num_needed, f"{request.request_id} holds {num_held} blocks and needs {num_needed}"
         else:
             assert num_needed <= num_held <= self.kv.num_blocks_for(num_known)
+
+
+def _take_arrays(request: Request, columns: _Draws, index: int) -> None:
+    """Appends the values of a draw."""
+    request.raw_logprobs.append(columns.raw_logprobs[index])
+    request.sampled_logprobs.append(columns.sampled_logprobs[index])
+    request.kept_mass.append(columns.kept_mass[index])
+    if columns.top_logprobs and request.top_logprobs is not None:
+        request.top_logprobs.append(columns.top_logprobs[index])
+    request.entropy.append(columns.entropy[index])
+
+
+def _copy_arrays(leader: Request, sibling: Request) -> list[int]:
+    """Gives a fork the values of the forced tokens that its leader has been told of; returns these tokens."""
+    start, end = sibling.num_output_tokens, sibling.num_known_output_tokens
+    if start == end:
+        return []
+    if sibling.top_logprobs is not None and leader.top_logprobs is not None:
+        sibling.top_logprobs.append(leader.top_logprobs.rows(start)[: end - start])
+    for own, leading in zip(sibling.arrays, leader.arrays, strict=True):
+        own.extend(leading[start:end])
+    return sibling.token_ids[sibling.num_prompt_tokens + start :]
 
 
 def _has_sampled(request: Request) -> bool:

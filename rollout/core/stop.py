@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from rollout.request import FinishReason
+from rollout.sampling_options import RepetitionDetectionParams
 
 NOT_A_TOKEN = -1  # what the sampler returns where the logits were not numbers
+REPETITION_DETECTED = "repetition_detected"  # the stop reason that vLLM gives
 
-Verdict = tuple[FinishReason, int | None]  # reason and stop_reason: the stop token id, None for EOS and length
+Verdict = tuple[FinishReason, int | str | None]  # reason and stop_reason: the stop token id, None for EOS and length
 
 
 def check_stop(
@@ -34,3 +37,26 @@ def check_stop(
     if num_output_tokens >= max_tokens or num_tokens >= max_model_len:
         return FinishReason.LENGTH, None
     return None
+
+
+def ends_in_repetition(
+    token_ids: Sequence[int], num_output_tokens: int, min_tokens: int, detection: RepetitionDetectionParams
+) -> bool:
+    """Whether the output, the last `num_output_tokens` of `token_ids`, ends in one pattern `min_count` times in a row.
+
+    Like every other reason to stop it counts only after the first `min_tokens` tokens; those may be in the pattern.
+    Only the tail is looked at, and of that mostly one token for each size of a pattern: tokens repeat with a period of
+    `size` over `size * min_count` tokens exactly where each of them equals the one `size` before it.
+    """
+    if num_output_tokens <= min_tokens:
+        return False
+    last = token_ids[-1]
+    for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
+        span = size * detection.min_count
+        if span > num_output_tokens:
+            return False
+        if token_ids[-1 - size] == last:
+            tail = token_ids[-span:]
+            if tail[size:] == tail[:-size]:
+                return True
+    return False

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rollout.engine.detokenize import StopStringChecker, decode
-from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
+from rollout.config import LogprobsMode
+from rollout.engine.detokenize import Detokenizer
+from rollout.engine.sample_text import SampleText
+from rollout.engine.token_texts import DecodedTexts
+from rollout.logprobs import TEXT_CONTEXT, PromptLogprobs, SampleLogprobs
+from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
-from rollout.request import FinishReason, Request
+from rollout.request import Request
+from rollout.sampling_options import RequestOutputKind
 from rollout.weights.receipt import Receipt
 
 
@@ -22,21 +27,40 @@ class Group:
     prompt: Prompt
     samples: list[Request]
     receipt_ids: dict[int, str]  # policy version -> id of the receipt of its weights
-    checkers: dict[str, StopStringChecker] = field(default_factory=dict)  # request id -> its search for stop strings
+    detokenizer: Detokenizer | None = None
+    texts: dict[str, SampleText] = field(default_factory=dict)  # by request id, of those whose text is needed early
     num_unfinished: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    prompt_logprobs: PromptLogprobs | None = None  # once all of them are known
+    resumes: RequestOutput | None = None  # whose unfinished samples these are; the others stay as they are there
 
     @classmethod
     def of(
-        cls, prompt: Prompt, samples: list[Request], receipt: Receipt | None, tokenizer: PreTrainedTokenizerBase | None
+        cls,
+        prompt: Prompt,
+        samples: list[Request],
+        receipt: Receipt | None,
+        detokenizer: Detokenizer | None,
+        logprobs_mode: LogprobsMode,
+        streams: bool = False,
     ) -> Group:
-        group = cls(samples[0].group_id, prompt, samples, {}, num_unfinished=len(samples))
+        """`streams`: the text is wanted while it grows."""
+        group = cls(
+            samples[0].group_id,
+            prompt,
+            samples,
+            {},
+            detokenizer,
+            num_unfinished=len(samples),
+            logprobs_mode=logprobs_mode,
+        )
         group.note_receipt(receipt)
-        if tokenizer is not None:
-            group.checkers = {
-                sample.request_id: StopStringChecker(tokenizer, sample.params)
-                for sample in samples
-                if sample.params.stop_strings
-            }
+        params = samples[0].params
+        shows_growth = streams and params.detokenize and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        if detokenizer is not None and (params.stop_strings or shows_growth):
+            for sample in samples:
+                text = group.texts[sample.request_id] = SampleText(detokenizer.growing(params), params)
+                text.begin(sample.output_token_ids)
         return group
 
     def note_receipt(self, receipt: Receipt | None) -> None:
@@ -46,60 +70,132 @@ class Group:
 
     def append(self, request: Request, token_ids: list[int]) -> str | None:
         """Looks for stop strings in a sample's new tokens. Returns the one that was found."""
-        checker = self.checkers.get(request.request_id)
-        if checker is None or not token_ids:
+        text = self.texts.get(request.request_id)
+        if text is None:
             return None
-        match = checker.append(token_ids)
-        return None if match is None else match.stop
+        stop = text.append(token_ids) if token_ids else None
+        if request.is_finished:
+            text.finish()
+        return stop
 
-    def output(self, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
-        """The output of the group as it stands."""
+    def output(
+        self, tokenizer: PreTrainedTokenizerBase | None, outputs: list[CompletionOutput] | None = None
+    ) -> RequestOutput:
+        """The output of the group as it stands: with all samples, or with `outputs`."""
         leader = self.samples[0]
-        outputs = [self._completion(index, sample, tokenizer) for index, sample in enumerate(self.samples)]
+        if outputs is None:
+            outputs = [self.completion(index, tokenizer) for index in range(len(self.samples))]
+            outputs = outputs if self.resumes is None else joined(self.resumes, outputs)
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
-            request_id=self.group_id,
+            request_id=self.group_id if self.resumes is None else self.resumes.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=leader.prompt_token_ids,
             outputs=outputs,
             finished=self.num_unfinished == 0,
-            num_cached_tokens=leader.num_cached_tokens,
+            num_cached_tokens=leader.num_cached_tokens if self.resumes is None else self.resumes.num_cached_tokens,
             policy_version=max(versions),
             receipt_id=self.receipt_ids.get(max(versions)),
             receipt_ids={version: self.receipt_ids[version] for version in sorted(versions & self.receipt_ids.keys())},
             lora_request=leader.lora_request,
+            prompt_logprobs=self._prompt_logprobs(tokenizer),
+            logprobs_mode=self.logprobs_mode,
+            cache_salt=leader.cache_salt,
         )
 
-    def _completion(self, index: int, sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> CompletionOutput:
+    def completion(
+        self, index: int, tokenizer: PreTrainedTokenizerBase | None, first: int = 0, text: str | None = None
+    ) -> CompletionOutput:
+        """A sample as it stands, from its output token `first` on; with all of its text, or with `text`."""
+        sample = self.samples[index]
         token_ids = sample.output_token_ids
-        checker = self.checkers.get(sample.request_id)
-        if checker is not None and checker.match is not None and sample.finish_reason is FinishReason.STOP:
-            text = checker.final_text()
-        else:
-            text = decode(tokenizer, token_ids, sample.params)
-        raw = np.array(sample.raw_logprobs, np.float32)
+        if text is None:
+            text = self._text(sample)
+        raw = np.array(sample.raw_logprobs[first:], np.float32)
+        sampled = np.array(sample.sampled_logprobs[first:], np.float32)
         logprobs = None
-        if sample.params.logprobs is not None:
-            logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in zip(token_ids, raw.tolist(), strict=True)]
+        if sample.top_logprobs is not None:
+            logprobs = SampleLogprobs(
+                token_ids[first:],
+                raw if self.logprobs_mode == "raw_logprobs" else sampled,
+                sample.top_logprobs.rows(first),
+                chosen_token_ids=sample.params.logprob_token_ids or (),
+                texts=_texts(tokenizer, sample),
+                before=token_ids[max(0, first - TEXT_CONTEXT) : first],
+            )
         return CompletionOutput(
             index=index,
             text=text,
-            token_ids=token_ids,
+            token_ids=token_ids[first:],
             raw_logprobs=raw,
-            sampled_logprobs=np.array(sample.sampled_logprobs, np.float32),
-            kept_mass=np.array(sample.kept_mass, np.float32),
-            entropy=np.array(sample.entropy, np.float32),
+            sampled_logprobs=sampled,
+            kept_mass=np.array(sample.kept_mass[first:], np.float32),
+            entropy=np.array(sample.entropy[first:], np.float32),
             finish_reason=None if sample.finish_reason is None else str(sample.finish_reason),
             stop_reason=sample.stop_reason,
             seed=sample.seed,
             sample_index=sample.sample_index,
-            policy_versions=_spans(sample.policy_spans, len(token_ids)),
+            policy_versions=_spans(sample.policy_spans, sample.num_output_tokens, first),
+            parent=sample.parent,
+            branch_position=sample.branch_position,
+            num_forced_tokens=min(sample.num_forced_tokens, sample.num_output_tokens),
             logprobs=logprobs,
+            logprobs_mode=self.logprobs_mode,
         )
 
+    def _text(self, sample: Request) -> str:
+        growing = self.texts.get(sample.request_id)
+        if growing is not None:
+            return growing.text
+        return "" if self.detokenizer is None else self.detokenizer.text(sample.output_token_ids, sample.params)
 
-def _spans(starts: list[tuple[int, int]], num_tokens: int) -> list[PolicyVersionSpan]:
-    """(version, first token) pairs, in order, as spans that cover the output."""
+    def _prompt_logprobs(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:
+        """Of the sample that knows most of them: one that was aborted early may have none."""
+        if self.resumes is not None and self.samples[0].params.prompt_logprobs is None:
+            return self.resumes.prompt_logprobs
+        if self.prompt_logprobs is None:
+            sample = max(self.samples, key=lambda sample: len(sample.prompt_logprobs))
+            found = prompt_logprobs_of(sample, tokenizer)
+            if found is None or len(found) < sample.num_prompt_tokens:
+                return found
+            self.prompt_logprobs = found
+        return self.prompt_logprobs
+
+
+def prompt_logprobs_of(sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:
+    """Of a request's prompt, as far as it is computed; None where they were not asked for."""
+    if sample.prompt_top_logprobs is None:
+        return None
+    top = sample.prompt_top_logprobs.rows()
+    return PromptLogprobs(
+        sample.prompt_token_ids[: len(top.ranks) + 1],
+        np.array(sample.prompt_logprobs, np.float32),
+        top,
+        texts=_texts(tokenizer, sample),
+        is_prompt=True,
+    )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase | None, sample: Request) -> DecodedTexts | None:
+    return None if tokenizer is None or not sample.params.detokenize else DecodedTexts(tokenizer)
+
+
+def is_unfinished(output: CompletionOutput) -> bool:
+    """Whether there is something to resume: it was aborted, or is still on its way."""
+    return output.finish_reason in (None, "abort")
+
+
+def joined(before: RequestOutput, resumed: list[CompletionOutput]) -> list[CompletionOutput]:
+    """All samples of an output, the unfinished ones of then as they are now."""
+    now = iter(resumed)
+    return [replace(next(now), index=output.index) if is_unfinished(output) else output for output in before.outputs]
+
+
+def _spans(starts: list[tuple[int, int]], num_tokens: int, first: int) -> list[PolicyVersionSpan]:
+    """(version, first token) pairs, in order, as spans that cover the output from token `first` on, counted from it."""
     ends = [*(start for _, start in starts), num_tokens][1:]  # a sample that never ran has no start
-    spans = (PolicyVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True))
+    spans = (
+        PolicyVersionSpan(version, max(start - first, 0), end - first)
+        for (version, start), end in zip(starts, ends, strict=True)
+    )
     return [span for span in spans if span.start < span.end]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from rollout.config import EngineConfig
 from rollout.core.schedule import SchedulePlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
+from rollout.engine.garbage import collection_paused
 from rollout.engine.lock import FairLock
 from rollout.engine.profile import StepProfile, profile
 from rollout.errors import (
@@ -40,6 +42,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
+from rollout.sampling_params import SamplingParams
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
@@ -256,6 +259,13 @@ class EngineCore:
         """Raises `ValueError`, with the numbers, if the request can never run to its end."""
         self.scheduler.check_fits(request)
 
+    def check_grammar(
+        self, params: SamplingParams, eos_token_ids: AbstractSet[int], output: Sequence[int] = ()
+    ) -> None:
+        """Raises `ValueError` if `structured_outputs` cannot be used, or does not allow the forced tokens, or an output
+        that begins with `output`. The model must have a tokenizer."""
+        self._worker.grammars.check(params, eos_token_ids, output)
+
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests by their own or their group's id, with the tokens they have. Unknown ids are ignored."""
         aborted = self.scheduler.abort(request_ids)
@@ -273,6 +283,10 @@ class EngineCore:
         An error of the forward pass is raised, and no token is lost: the requests wait and compute their KV anew.
         Raises, and changes nothing, while the requests in flight are held.
         """
+        with collection_paused():
+            return self._step()  # its plan is gone when it returns
+
+    def _step(self) -> list[Update]:
         if not self.scheduler.has_unfinished():
             return self.take_ended()
         self.check_running()
@@ -608,6 +622,9 @@ class EngineCore:
 
     def _take_version(self, version: int) -> None:
         assert self._pause is not None
+        for search in self.scheduler.begun_beam_searches():
+            self.scheduler.finish(search, FinishReason.ABORT, "a policy update has begun")
+            self._ended_between_steps.append((search, []))
         self._bind_adapters()
         keep = self._pause.mode == "keep"
         if not keep:

@@ -19,10 +19,14 @@ class Delivery:
     def __init__(self, engine: Engine) -> None:
         self.groups: dict[str, Group] = {}
         self._engine = engine
+        self._abandoned: list[Group] = []
         engine.deliver = self.deliver
 
     def step(self) -> None:
         """One step of the engine, delivered."""
+        if self._abandoned:
+            abandoned, self._abandoned = self._abandoned, []
+            self._forget(abandoned)
         self.deliver(self._engine.step())
 
     def deliver(self, updates: Iterable[Update]) -> None:
@@ -32,7 +36,7 @@ class Delivery:
             group = self.groups[request.group_id]
             delivered = False
             try:
-                if token_ids:
+                if token_ids or request.beam_result is not None:
                     group.note_receipt(self._engine.receipt)
                 stop = group.append(request, token_ids)
                 if stop is not None:
@@ -59,13 +63,27 @@ class Delivery:
                 remaining = now
                 self._engine.wait_while_held(lambda: not _num_unfinished(groups))
         finally:
-            with self._engine.lock:
-                left = [group.group_id for group in groups if group.num_unfinished]
-                if left:
-                    self._engine.abort(left)
-                    self._engine.flush()
-                for group in groups:
-                    self.groups.pop(group.group_id, None)
+            self.release(groups)
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Nobody waits for `groups` any more: those that are unfinished are aborted. Takes the lock by itself.
+
+        Where this thread has it already (the garbage collector closes a stream in the midst of a step), the next step
+        does so.
+        """
+        if self._engine.lock.is_mine:
+            self._abandoned += groups
+            return
+        with self._engine.lock:
+            self._forget(groups)
+
+    def _forget(self, groups: Sequence[Group]) -> None:
+        left = [group.group_id for group in groups if group.num_unfinished]
+        if left:
+            self._engine.abort(left)
+            self._engine.flush()
+        for group in groups:
+            self.groups.pop(group.group_id, None)
 
 
 def _num_unfinished(groups: Sequence[Group]) -> int:

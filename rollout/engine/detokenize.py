@@ -1,100 +1,167 @@
-"""From tokens to text: stop strings while a sample grows, its text when it is asked for."""
+"""From tokens to text: as a sample grows, and as a whole.
+
+The text of a sample is that of its own tokens, `tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)`, and
+no matter of the prompt: where a prompt ends within a character, the sample's first bytes are the rest of that
+character, which is none by itself, and come as U+FFFD. A growing text shows whole characters only. Bytes that
+can belong to no character are U+FFFD at once; those that a character still could follow from are held back, and are
+U+FFFD where the sample ends.
+
+In one case text differs from `tokenizer.decode`: that makes every byte token U+FFFD in a row of them which is not
+UTF-8 as a whole. Here, as in SentencePiece itself, the characters of such a row stay, so that none of those which
+were shown has to be taken back.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from rollout.engine.spelling import Spelling, find_spelling
 from rollout.sampling_params import SamplingParams
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_WINDOW = 16  # tokens that are decoded together at most, for tokenizers without a spelling
 
 
-@dataclass(slots=True)
-class StopStringMatch:
-    """A stop string and where it begins in the generated text."""
+class GrowingText(Protocol):
+    """The text of one sample, token by token."""
 
-    stop: str
-    start: int
+    def append(self, token_id: int) -> str:
+        """Adds a token. Returns the characters that became certain."""
+        ...
+
+    def finish(self) -> str:
+        """The sample has ended. Returns what was held back."""
+        ...
 
 
-class IncrementalText:
-    """The text of one sample as it grows, for the search for stop strings.
+class Detokenizer:
+    """Makes texts for one tokenizer."""
 
-    A token's text depends on the tokens before it (spaces, bytes of one character), so a few of them are decoded
-    together with the new ones and the part that was known is cut off. Bytes of an unfinished character are held back
-    until the character is whole.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._spellings = {skipped: find_spelling(tokenizer, skipped) for skipped in (True, False)}
+
+    def growing(self, params: SamplingParams) -> GrowingText:
+        """An empty text, to which the tokens of a sample are added."""
+        spelling = self._spellings[params.skip_special_tokens]
+        if spelling is None:
+            return WindowText(self.tokenizer, params)
+        return SpelledText(spelling, params.spaces_between_special_tokens)
+
+    def text(self, token_ids: list[int], params: SamplingParams) -> str:
+        """The text of a whole sample; empty with `detokenize=False`."""
+        if not params.detokenize:
+            return ""
+        spelling = self._spellings[params.skip_special_tokens]
+        if spelling is None:
+            return _decode(self.tokenizer, token_ids, params) if token_ids else ""
+        if spelling.first_pieces is not None:
+            growing = self.growing(params)
+            return "".join([*map(growing.append, token_ids), growing.finish()])
+        data = b"".join(map(spelling.pieces.__getitem__, token_ids))
+        text, _ = take_characters(data, spelling.bytes_stand_alone, is_end=True)
+        for _ in range(spelling.num_stripped):
+            text = text.removeprefix(" ")
+        return text
+
+
+class SpelledText:
+    """The text of tokens whose bytes are known."""
+
+    def __init__(self, spelling: Spelling, spaces_between_special_tokens: bool = True) -> None:
+        self._spelling = spelling
+        self._joins_specials = not spaces_between_special_tokens
+        self._num_to_strip = spelling.num_stripped
+        self._is_at_start = spelling.first_pieces is not None
+        self._follows_special = False
+        self._pending = b""  # an unfinished character
+
+    def append(self, token_id: int) -> str:
+        self._pending += self._piece(token_id)
+        text, self._pending = take_characters(self._pending, self._spelling.bytes_stand_alone)
+        return self._strip(text)
+
+    def finish(self) -> str:
+        text, self._pending = take_characters(self._pending, self._spelling.bytes_stand_alone, is_end=True)
+        return self._strip(text)
+
+    def _piece(self, token_id: int) -> bytes:
+        spelling = self._spelling
+        if spelling.first_pieces is None or spelling.skipped_ids(token_id):
+            return spelling.pieces[token_id]
+        is_special = token_id in spelling.special_ids
+        is_joined = self._joins_specials and self._follows_special and is_special
+        pieces = spelling.first_pieces if self._is_at_start or is_joined else spelling.pieces
+        self._is_at_start, self._follows_special = False, is_special
+        return pieces[token_id]
+
+    def _strip(self, text: str) -> str:
+        while self._num_to_strip and text:
+            if text[0] != " ":
+                self._num_to_strip = 0
+                break
+            text = text[1:]
+            self._num_to_strip -= 1
+        return text
+
+
+def take_characters(data: bytes, bytes_stand_alone: bool, is_end: bool = False) -> tuple[str, bytes]:
+    """The characters of `data`, and the bytes at its end that begin another one; at the end of a text there are none.
+
+    Bytes that belong to no character become U+FFFD: one for all those that could have begun the same character (as
+    Python and Rust decode), or one for each.
+    """
+    text = ""
+    while data:
+        try:
+            return text + data.decode(), b""
+        except UnicodeDecodeError as error:
+            text += data[: error.start].decode()
+            if error.end == len(data) and error.reason == "unexpected end of data" and not is_end:
+                return text, data[error.start :]
+            text += _REPLACEMENT * (error.end - error.start if bytes_stand_alone else 1)
+            data = data[error.end :]
+    return text, b""
+
+
+class WindowText:
+    """The text of any tokenizer: a few tokens are decoded with the new one, and what was known is cut off.
+
+    Right where what a token adds depends on the tokens just before it, and no token changes what was shown. Text that
+    ends in U+FFFD waits for the tokens that complete the character, up to a limit.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []
-        self._context_start = 0  # tokens from here are decoded to know the spacing
-        self._read_end = 0  # tokens up to here are in `text`
-        self.text = ""
-
-    def append(self, token_ids: list[int]) -> str:
-        """Adds tokens; returns the text that became certain."""
-        self._token_ids += token_ids
-        known = self._decode(self._context_start, self._read_end)
-        full = self._decode(self._context_start, len(self._token_ids))
-        if full.endswith(_REPLACEMENT) or len(full) <= len(known):
-            return ""
-        self._context_start, self._read_end = self._read_end, len(self._token_ids)
-        new = full[len(known) :]
-        self.text += new
-        return new
-
-    def _decode(self, start: int, end: int) -> str:
-        return _text(self._tokenizer, self._token_ids[start:end], self._skip_special_tokens)
-
-
-class StopStringChecker:
-    """Finds the leftmost stop string in the generated text of one sample; the prompt is never looked at."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
-        self._incremental = IncrementalText(tokenizer, params.skip_special_tokens)
+        self._tokenizer = tokenizer
         self._params = params
-        self._num_tokens = 0
-        self._search_from = 0
-        self.match: StopStringMatch | None = None
+        self._window: list[int] = []
+        self._num_shown = 0  # tokens of the window whose text is known
 
-    def append(self, token_ids: list[int]) -> StopStringMatch | None:
-        """Adds one sampled token. A match counts only from `min_tokens` on; text before that is not searched."""
-        new = self._incremental.append(token_ids)
-        text = self._incremental.text
-        if self._num_tokens < self._params.min_tokens:
-            self._search_from = len(text) - (
-                len(new) if self._num_tokens + len(token_ids) >= self._params.min_tokens else 0
-            )
-        self._num_tokens += len(token_ids)
-        if self._num_tokens < self._params.min_tokens or not new:
-            return None
-        longest = max(map(len, self._params.stop_strings))
-        begin = max(self._search_from, len(text) - len(new) - longest + 1)
-        found = [(text.find(stop, begin), -len(stop), stop) for stop in self._params.stop_strings]
-        hits = sorted(hit for hit in found if hit[0] >= 0)
-        if hits:
-            self.match = StopStringMatch(hits[0][2], hits[0][0])
-        return self.match
+    def append(self, token_id: int) -> str:
+        self._window.append(token_id)
+        return self._show(is_end=len(self._window) >= _LONGEST_WINDOW)
 
-    def final_text(self) -> str:
-        """The generated text up to the match, or with it where the parameters say so."""
-        assert self.match is not None
-        end = self.match.start + (len(self.match.stop) if self._params.include_stop_str_in_output else 0)
-        return self._incremental.text[:end]
+    def finish(self) -> str:
+        return self._show(is_end=True)
+
+    def _show(self, is_end: bool) -> str:
+        known = _decode(self._tokenizer, self._window[: self._num_shown], self._params)
+        text = _decode(self._tokenizer, self._window, self._params)
+        if not is_end and (text.endswith(_REPLACEMENT) or len(text) <= len(known)):
+            return ""
+        self._window = self._window[self._num_shown :]
+        self._num_shown = len(self._window)
+        return text[len(known) :]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase | None, token_ids: list[int], params: SamplingParams) -> str:
-    """The whole text of a sample; empty without a tokenizer or with `detokenize=False`."""
-    if tokenizer is None or not params.detokenize:
-        return ""
-    return _text(tokenizer, token_ids, params.skip_special_tokens)
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_special_tokens: bool) -> str:
-    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], params: SamplingParams) -> str:
+    text = tokenizer.decode(
+        token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
     assert isinstance(text, str)  # one list of ids, so not a list of texts
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
+from rollout.sampling_params import SamplingParams
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -59,6 +61,10 @@ class Engine(Protocol):
     def check_ready(self) -> None: ...
 
     def check_fits(self, request: Request) -> None: ...
+
+    def check_grammar(
+        self, params: SamplingParams, eos_token_ids: AbstractSet[int], output: Sequence[int] = ()
+    ) -> None: ...
 
     def adapters_for(self, choices: Sequence[LoRARequest | str | None]) -> list[LoadedAdapter | None]: ...
 

@@ -24,6 +24,12 @@ class FairLock:
         self._next_ticket = 0
         self._serving = 0
         self._given_up: set[int] = set()  # tickets of threads that wait no more, interrupted or out of time
+        self._owner: int | None = None  # the thread that has it
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock."""
+        return self._owner == threading.get_ident()
 
     @contextmanager
     def within(self, seconds: float | None) -> Iterator[None]:
@@ -45,6 +51,7 @@ class FairLock:
             try:
                 if not self._turn.wait_for(lambda: self._serving == ticket, seconds):
                     raise LockTimeoutError("another thread's call still holds the engine")
+                self._owner = threading.get_ident()
             except BaseException:
                 if self._serving == ticket:
                     self._pass_on()
@@ -62,6 +69,7 @@ class FairLock:
             self._pass_on()
 
     def _pass_on(self) -> None:
+        self._owner = None
         self._serving += 1
         while self._serving in self._given_up:
             self._given_up.remove(self._serving)

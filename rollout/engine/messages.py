@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollout.config import EngineConfig
+from rollout.core.beam import BeamOptions, BeamResult
 from rollout.core.planner import SchedulerConfig
 from rollout.engine.faults import Fault
 from rollout.sampling_params import SamplingParams
@@ -66,7 +67,13 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     arrival: int
     cache_salt: str | None
     scores_prompt: bool
+    processors: bytes | None  # pickled: `params.logits_processors`, which `params` then lacks
     samples: list[Sample]
+    beam_options: BeamOptions | None = None
+    output_token_ids: bytes = b""  # int32: what their output begins with
+    policy_spans: list[tuple[int, int]] = []  # of these tokens
+    branch_position: int = 0
+    forked_from: int | None = None  # handle of the request whose KV they may share
 
 
 class Add(Numbered, frozen=True, tag="add"):
@@ -195,6 +202,14 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     name: str
 
 
+class TopRows(msgspec.Struct, frozen=True, array_like=True):
+    """The most likely tokens at consecutive positions, as `TopLogprobs` has them."""
+
+    num_top: int
+    num_chosen: int
+    packed: bytes  # int32 [positions, width]
+
+
 class Change(msgspec.Struct, frozen=True, array_like=True):
     """News of a request apart from its tokens: it began, goes on under another policy, or ended."""
 
@@ -204,7 +219,9 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     policy_spans: list[tuple[int, int]]
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: bytes  # float32, when it has ended
+    prompt_logprobs: bytes  # float32: all of them, once, with its first token or when it has ended
+    prompt_top_logprobs: TopRows | None = None  # with these
+    beam_result: BeamResult | None = None  # of a beam search that has ended
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -215,6 +232,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     token_ids: bytes  # int32 [tokens]
     columns: bytes  # float32 [4, tokens]: raw and sampled logprobs, kept mass, entropy
     changes: list[Change]
+    top_logprobs: dict[int, TopRows] = msgspec.field(default_factory=dict)  # by the update, of those that ask
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag="step_failed"):

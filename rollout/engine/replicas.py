@@ -16,8 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -44,7 +46,7 @@ from rollout.engine.messages import (
 )
 from rollout.engine.profile import StepProfile
 from rollout.engine.reports import join_ledgers, join_sleep_reports, join_wake_reports
-from rollout.engine.transfer import apply, pack_family
+from rollout.engine.transfer import apply, pack_family, pack_processors
 from rollout.engine.update_over_ranks import PolicyUpdateOverRanks
 from rollout.errors import (
     EngineAsleepError,
@@ -60,8 +62,11 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineSnapshot
 from rollout.models.loader import read_config
 from rollout.models.registry import ModelRegistry
+from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.replicas import replica_settings
 from rollout.request import FinishReason, Request, RequestStatus
+from rollout.sampling.grammars import Grammars
+from rollout.sampling_params import SamplingParams
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -90,6 +95,7 @@ class EngineReplicas:
     def __init__(self, config: EngineConfig, folder: Path, on_tensor: Callable[[str], None] | None = None) -> None:
         self.config = config
         self.lock = FairLock()
+        self._folder = folder
         settings = replica_settings(config)
         self._group = WorkerGroup([setting.environment for setting in settings])
         self._requests: dict[int, Request] = {}  # everything unfinished, by handle
@@ -179,7 +185,21 @@ class EngineReplicas:
     # Requests
 
     def check_fits(self, request: Request) -> None:
+        """Raises `ValueError` where the request can never run to its end, or its logits processors cannot be sent."""
         check_fits(request, self._limits)
+        pack_processors(request.params)
+
+    def check_grammar(
+        self, params: SamplingParams, eos_token_ids: AbstractSet[int], output: Sequence[int] = ()
+    ) -> None:
+        """Compiled here too, so that what is wrong is said before any rank hears of it. See `EngineCore`."""
+        self._grammars.check(params, eos_token_ids, output)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        tokenizer = find_tokenizer(self.config.tokenizer, self._folder)
+        assert tokenizer is not None, "structured outputs without a tokenizer are refused before"
+        return Grammars(tokenizer, self.vocab_size, num_threads=1)
 
     def adapters(self) -> None:
         """The engines apply no adapters: `enable_lora` is refused with several."""
@@ -199,9 +219,13 @@ class EngineReplicas:
         families: dict[int, list[Family]] = {}
         handles: list[int] = []
         for leader in leaders:
+            parent = self._handle_of(leader.forked_from)
             rank = min(range(self._group.num_ranks), key=self._work.__getitem__)
+            rank = rank if parent is None else self._places[parent].rank  # where the KV is
             family_handles = [self._place(sample, rank, leader) for sample in (leader, *leader.siblings)]
-            families.setdefault(rank, []).append(pack_family(leader, family_handles))
+            families.setdefault(rank, []).append(pack_family(leader, family_handles, parent))
+            for sample in (leader, *leader.siblings):
+                sample.forked_from = None  # the worker knows
             handles += family_handles
         commands = {rank: Add(self._group.number(), members) for rank, members in families.items()}
         try:
@@ -212,9 +236,14 @@ class EngineReplicas:
                     self._drop(handle)
             raise
 
+    def _handle_of(self, request: Request | None) -> int | None:
+        """The handle of an unfinished request."""
+        return None if request is None else next(iter(self._handles.get(request.request_id, ())), None)
+
     def _place(self, request: Request, rank: int, leader: Request) -> int:
         handle = next(self._numbers)
-        work = request.max_tokens + (request.num_prompt_tokens if request is leader else 0)
+        width = 1 if request.beam_options is None else request.beam_options.width
+        work = request.max_tokens * width + (request.num_prompt_tokens if request is leader else 0)
         request.policy_version = self.policy_version
         self._requests[handle], self._places[handle] = request, _Place(rank, work)
         self._handles[request.request_id] = [handle]

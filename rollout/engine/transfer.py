@@ -6,27 +6,40 @@ The same `Request` stands on both sides. The worker's is scheduled and sampled; 
 
 from __future__ import annotations
 
+import pickle
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.engine.core import Update
-from rollout.engine.messages import Change, Family, Sample, StepOutputs
+from rollout.engine.importable import pickle_for_workers
+from rollout.engine.messages import Change, Family, Sample, StepOutputs, TopRows
 from rollout.request import FinishReason, Request, RequestStatus
+from rollout.sampling_params import SamplingParams
 
+_MOST_PROCESSORS = 256  # lists of processors that a worker remembers
 _COLUMNS = tuple(map(attrgetter, ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")))
 
 
-def pack_family(leader: Request, handles: Sequence[int]) -> Family:
-    """A leader and its siblings as one message; `handles` has a number for each, the leader's first."""
+def pack_family(leader: Request, handles: Sequence[int], forked_from: int | None = None) -> Family:
+    """A leader and its siblings as one message; `handles` has a number for each, the leader's first. `forked_from` is
+    the handle of the request that they are forks of, where it is unfinished in the same worker.
+
+    Raises `ValueError` for logits processors that cannot be sent.
+    """
     assert leader.lora_request is None, "adapters are refused where there are several engines"
     samples = [leader, *leader.siblings]
+    processors = pack_processors(leader.params)
     return Family(
         group_id=leader.group_id,
         prompt_token_ids=np.array(leader.prompt_token_ids, np.int32).tobytes(),
-        params=leader.params,
+        params=leader.params if processors is None else replace(leader.params, logits_processors=None),
         seed=leader.seed,
         max_tokens=leader.max_tokens,
         eos_token_ids=sorted(leader.eos_token_ids),
@@ -35,22 +48,61 @@ def pack_family(leader: Request, handles: Sequence[int]) -> Family:
         arrival=leader.arrival,
         cache_salt=leader.cache_salt,
         scores_prompt=leader.scores_prompt,
+        processors=processors,
         samples=[
             Sample(handle, sample.request_id, sample.sample_index)
             for handle, sample in zip(handles, samples, strict=True)
         ],
+        beam_options=leader.beam_options,
+        output_token_ids=np.array(leader.output_token_ids, np.int32).tobytes(),
+        policy_spans=leader.policy_spans,
+        branch_position=leader.branch_position,
+        forked_from=forked_from,
     )
 
 
-def unpack_family(family: Family) -> list[Request]:
-    """The requests of a message, with the first leading the others."""
+def pack_processors(params: SamplingParams) -> bytes | None:
+    """The logits processors as bytes, None where there are none. Raises `ValueError` where they cannot be sent."""
+    if params.logits_processors is None:
+        return None
+    return pickle_for_workers(params.logits_processors, "logits_processors")
+
+
+class Unpacker:
+    """The worker's side of `pack_family`. Processors that come again are the objects that came before: they are called
+    once for the rows of all requests that name them."""
+
+    def __init__(self) -> None:
+        self._processors: OrderedDict[bytes, Any] = OrderedDict()
+
+    def requests(self, family: Family, forked_from: Request | None = None) -> list[Request]:
+        """See `unpack_family`."""
+        return unpack_family(family, self._with_processors(family), forked_from)
+
+    def _with_processors(self, family: Family) -> SamplingParams:
+        if family.processors is None:
+            return family.params
+        if family.processors not in self._processors:
+            self._processors[family.processors] = pickle.loads(family.processors)
+        self._processors.move_to_end(family.processors)
+        if len(self._processors) > _MOST_PROCESSORS:
+            self._processors.popitem(last=False)
+        return replace(family.params, logits_processors=self._processors[family.processors])
+
+
+def unpack_family(family: Family, params: SamplingParams, forked_from: Request | None = None) -> list[Request]:
+    """The requests of a message, with these parameters, the first leading the others. `forked_from` is the request that
+    they are forks of. The arrays of what they begin with, which nobody asks for here, hold zeros."""
     prompt = np.frombuffer(family.prompt_token_ids, np.int32).tolist()
+    output = np.frombuffer(family.output_token_ids, np.int32).tolist()
+    zeros = bytes(4 * len(output))
+    asks = params.wants_top_logprobs and family.beam_options is None
     requests = [
         Request(
             request_id=sample.request_id,
             group_id=family.group_id,
             prompt_token_ids=prompt,
-            params=family.params,
+            params=params,
             seed=family.seed,
             sample_index=sample.sample_index,
             max_tokens=family.max_tokens,
@@ -60,6 +112,16 @@ def unpack_family(family: Family) -> list[Request]:
             arrival=family.arrival,
             cache_salt=family.cache_salt,
             scores_prompt=family.scores_prompt,
+            beam_options=family.beam_options,
+            token_ids=[*prompt, *output],
+            raw_logprobs=array("f", zeros),
+            sampled_logprobs=array("f", zeros),
+            kept_mass=array("f", zeros),
+            entropy=array("f", zeros),
+            top_logprobs=LogprobColumns(num_skipped=len(output)) if asks else None,
+            policy_spans=list(family.policy_spans),
+            branch_position=family.branch_position,
+            forked_from=forked_from,
         )
         for sample in family.samples
     ]
@@ -74,6 +136,7 @@ class Reporter:
         self._handles: dict[str, int] = {}  # request id -> handle
         self._requests: dict[int, Request] = {}
         self._num_spans: dict[int, int] = {}  # handle -> policy spans that were told, once it has begun
+        self._scores_told: set[int] = set()  # handles whose prompt's logprobs were told
 
     def add(self, handle: int, request: Request) -> None:
         self._handles[request.request_id] = handle
@@ -88,6 +151,7 @@ class Reporter:
         handle = self._handles.pop(request.request_id)
         del self._requests[handle]
         self._num_spans.pop(handle, None)
+        self._scores_told.discard(handle)
 
     def outputs(self, updates: Iterable[Update]) -> StepOutputs | None:
         """The message of these updates, or None where they are of requests that nobody wants to hear of."""
@@ -106,6 +170,11 @@ class Reporter:
             token_ids=np.array([token_id for _, token_ids in known for token_id in token_ids], np.int32).tobytes(),
             columns=columns.tobytes(),
             changes=list(self._changes(known, handles)),
+            top_logprobs={
+                index: _pack_top(request.top_logprobs, len(request.top_logprobs) - len(token_ids))
+                for index, (request, token_ids) in enumerate(known)
+                if request.top_logprobs is not None and token_ids
+            },
         )
 
     def _changes(self, updates: Sequence[Update], handles: Sequence[int]) -> Iterator[Change]:
@@ -114,6 +183,9 @@ class Reporter:
             if not request.is_finished and self._num_spans.get(handle) == num_spans:
                 continue
             self._num_spans[handle] = num_spans
+            tells_scores = handle not in self._scores_told
+            self._scores_told.add(handle)
+            prompt_top = request.prompt_top_logprobs
             yield Change(
                 index=index,
                 num_cached_tokens=request.num_cached_tokens,
@@ -121,7 +193,9 @@ class Reporter:
                 policy_spans=request.policy_spans,
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
-                prompt_logprobs=request.prompt_logprobs.tobytes() if request.is_finished else b"",
+                prompt_logprobs=request.prompt_logprobs.tobytes() if tells_scores else b"",
+                prompt_top_logprobs=_pack_top(prompt_top) if tells_scores and prompt_top is not None else None,
+                beam_result=request.beam_result,
             )
             if request.is_finished:
                 self.forget(request)
@@ -144,9 +218,12 @@ def apply(message: StepOutputs, requests: Mapping[int, Request]) -> Iterator[Upd
         if request is None or request.is_finished:
             continue
         new = token_ids[start:end]
-        request.token_ids += new
+        known = request.num_prompt_tokens + request.num_output_tokens  # forced tokens stand behind it already
+        request.token_ids[known : known + len(new)] = new
         for column, values in zip(_COLUMNS, columns[:, start:end], strict=True):
             column(request).frombytes(values.tobytes())
+        if index in message.top_logprobs and request.top_logprobs is not None:
+            _unpack_top(message.top_logprobs[index], request.top_logprobs)
         if index in changes:
             _apply_change(request, changes[index])
         yield request, new
@@ -156,8 +233,20 @@ def _apply_change(request: Request, change: Change) -> None:
     request.num_cached_tokens = change.num_cached_tokens
     request.policy_version = change.policy_version
     request.policy_spans = change.policy_spans
+    request.prompt_logprobs.frombytes(change.prompt_logprobs)
+    if change.prompt_top_logprobs is not None and request.prompt_top_logprobs is not None:
+        _unpack_top(change.prompt_top_logprobs, request.prompt_top_logprobs)
     if change.finish_reason is not None:
-        request.prompt_logprobs.frombytes(change.prompt_logprobs)
+        request.beam_result = change.beam_result
         request.finish_reason = FinishReason(change.finish_reason)
         request.stop_reason = change.stop_reason
         request.status = RequestStatus.FINISHED
+
+
+def _pack_top(columns: LogprobColumns, first: int = 0) -> TopRows:
+    return TopRows(columns.num_top, columns.num_chosen, columns.packed_rows(first).tobytes())
+
+
+def _unpack_top(rows: TopRows, columns: LogprobColumns) -> None:
+    columns.num_top, columns.num_chosen = rows.num_top, rows.num_chosen
+    columns.packed.frombytes(rows.packed)

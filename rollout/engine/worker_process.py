@@ -31,6 +31,7 @@ from rollout.engine.messages import (
     Call,
     Command,
     EngineState,
+    Family,
     Finish,
     Loaded,
     Numbered,
@@ -46,10 +47,10 @@ from rollout.engine.messages import (
     decode_command,
     encode,
 )
-from rollout.engine.transfer import Reporter, unpack_family
+from rollout.engine.transfer import Reporter, Unpacker
 from rollout.engine.update_on_rank import UpdateOnRank
 from rollout.models.registry import ModelRegistry
-from rollout.request import FinishReason
+from rollout.request import FinishReason, Request
 
 # The engine's methods that `Call` may name, with plain values as arguments and results.
 METHODS: dict[str, Callable[..., Any]] = {
@@ -72,6 +73,7 @@ class Replica:
         self._socket = socket
         self._bucket = bucket
         self._reporter = Reporter()
+        self._unpacker = Unpacker()
         self._engine: EngineCore | None = None
         self._update: UpdateOnRank | None = None
         self._halted = False  # a step failed: no more before the other side has heard of it and says so
@@ -159,11 +161,15 @@ class Replica:
         self._send(Loaded(name))
 
     def _add(self, engine: EngineCore, command: Add) -> None:
-        families = [unpack_family(family) for family in command.families]
+        families = [self._unpacker.requests(family, self._parent(family)) for family in command.families]
         engine.add(requests[0] for requests in families)
         for family, requests in zip(command.families, families, strict=True):
             for sample, request in zip(family.samples, requests, strict=True):
                 self._reporter.add(sample.handle, request)
+
+    def _parent(self, family: Family) -> Request | None:
+        """The request that a message's requests are forks of, while it is unfinished."""
+        return None if family.forked_from is None else self._reporter.request(family.forked_from)
 
     def _finish(self, handle: int) -> None:
         request = self._reporter.request(handle)

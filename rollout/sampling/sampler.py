@@ -9,13 +9,18 @@ import torch
 
 import rollout_kernels
 from rollout.core.schedule import Draw
+from rollout.sampling.adjust import Adjustment
 from rollout.worker.inputs import StepInputs
 
 
 def sample_rows(
-    logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    rows: Sequence[int],
+    inputs: StepInputs,
+    adjustment: Adjustment | None = None,
 ) -> rollout_kernels.SampleResult:
-    """Draws one token for each of `draws`, from row `rows[i]` of `logits` (float32 [R, vocab])."""
+    """Draws one token for each of `draws`, from row `rows[i]` of `logits` (float32 [R, vocab]), as it was adjusted."""
     count = len(draws)
     params = [draw.params for draw in draws]
     arrays = [
@@ -27,9 +32,14 @@ def sample_rows(
         np.fromiter((draw.sample_index for draw in draws), np.int64, count),
         np.fromiter((draw.position for draw in draws), np.int64, count),
         np.fromiter(rows, np.int64, count),
-        *_banned(draws),
     ]
-    temperature, top_k, top_p, min_p, seed, sample_index, position, row_index, *banned = inputs.send(arrays)
+    forced, banned = _forced(draws), _banned(draws)
+    changed = Adjustment() if adjustment is None else adjustment
+    rows_of = [] if changed.row_index is None else [changed.row_index]
+    masks = [] if changed.masks is None or changed.mask_index is None else [changed.masks, changed.mask_index]
+    sent = inputs.send([*arrays, *forced, *banned, *rows_of, *masks])
+    temperature, top_k, top_p, min_p, seed, sample_index, position, row_index, *rest = sent
+    optional = iter(rest)
     return rollout_kernels.sample(
         logits,
         temperature=temperature,
@@ -40,8 +50,17 @@ def sample_rows(
         sample_index=sample_index,
         position=position,
         row_index=row_index,
-        banned=(banned[0], banned[1]) if banned else None,
+        forced=next(optional) if forced else None,
+        banned=(next(optional), next(optional)) if banned else None,
+        adjusted=None if changed.rows is None else (changed.rows, next(optional)),
+        allowed=(next(optional), next(optional)) if masks else None,
     )
+
+
+def _forced(draws: Sequence[Draw]) -> list[np.ndarray]:
+    """The token that each draw has to report on, -1 for none; nothing where no draw has one."""
+    token_ids = [draw.forced_token_id for draw in draws]
+    return [np.array(token_ids, np.int64)] if max(token_ids) >= 0 else []
 
 
 def _banned(draws: Sequence[Draw]) -> list[np.ndarray]:

@@ -35,10 +35,10 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class LastRows:
-    """The rows whose hidden states are wanted at the end: the last of some sequences, in the sequences' order."""
+    """The rows whose hidden states are wanted at the end: of each sequence the last ones, or none, in order."""
 
     rows: torch.Tensor  # int64 [R]
-    query_start: torch.Tensor  # int32 [S + 1], where each sequence's wanted row, if it has one, begins among the R
+    query_start: torch.Tensor  # int32 [S + 1], where each sequence's wanted rows begin among the R
 
 
 @dataclass(frozen=True, slots=True)

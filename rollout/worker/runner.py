@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 import rollout_kernels
-from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
+from rollout.config import LogprobsMode
+from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult, TopLogprobs, join
+from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
+from rollout.sampling.adjust import Adjuster
+from rollout.sampling.grammars import Grammars, PendingMasks
 from rollout.sampling.sampler import sample_rows
+from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StepInputs, fetch
 from rollout_kernels.cpu.times import KernelTimes
 
-_SCORE_ROWS = 256  # rows of logits held at once while scoring: 256 x 49,152 float32 are 50 MB
+_SCORE_ROWS = 256  # rows of logits held at once, where a sequence has several: 256 x 49,152 float32 are 50 MB
 
 
 @dataclass(slots=True)
@@ -32,6 +38,9 @@ class Runner:
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
     decode_graphs: DecodeGraphs | None = None  # the same for Triton's kernels; at most one of the two
     inputs: StepInputs = field(default_factory=DirectInputs)
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the most likely tokens beside the drawn ones are of
+    adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
+    grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
 
     @property
     def tiles_per_block(self) -> int:
@@ -41,24 +50,43 @@ class Runner:
     def execute(self, plan: SchedulePlan) -> StepResult:
         """Swaps and copies blocks, computes every scheduled token, and draws. Raises nothing for NaN logits: their
         draws come back as token id -1."""
+        masks = self._begin_masks(plan)
+        if masks is None:
+            return self._execute(plan, None)
+        try:
+            result = self._execute(plan, masks)
+            masks.finish(result)
+            return result
+        finally:
+            masks.wait()
+
+    def _begin_masks(self, plan: SchedulePlan) -> PendingMasks | None:
+        """Masks of the draws that have a grammar, which are computed while the model runs."""
+        if all(draw.state is None or draw.params.structured_outputs is None for draw in plan.draws):
+            return None
+        assert self.grammars is not None, "draws have grammars"
+        return self.grammars().begin(plan.draws)
+
+    def _execute(self, plan: SchedulePlan, masks: PendingMasks | None) -> StepResult:
         self._move_blocks(plan)
         if plan.is_empty:
             return _empty_result()
         logits = self._replay(plan)
         if logits is not None:
-            return self._sample(plan, logits, [draw.sequence_index for draw in plan.draws])
+            return self._sample(plan.draws, logits, [draw.sequence_index for draw in plan.draws], masks)
+        counts = np.array([len(sequence.token_ids) for sequence in plan.sequences])
+        rows = _rows_from_end(plan, counts)
         if any(sequence.target_token_ids for sequence in plan.sequences):
-            hidden = self._forward(plan.sequences, None)
-            ends = np.cumsum([len(sequence.token_ids) for sequence in plan.sequences])
-            result = self._draw(plan, hidden, ends - 1)
+            hidden, ends = self._forward(plan.sequences, None), counts.cumsum()
+            result = self._draw(plan, hidden, ends, rows, masks)
             self._score(plan, hidden, ends, result)
             return result
-        # Without draws (a chunk in the middle of a prompt) the model still needs some row to end with.
-        wanted = sorted({draw.sequence_index for draw in plan.draws}) or [0]
-        hidden = self._forward(plan.sequences, wanted)
-        rows = np.zeros(len(plan.sequences), np.int64)
-        rows[wanted] = np.arange(len(wanted))
-        return self._draw(plan, hidden, rows)
+        wanted = np.zeros(len(plan.sequences), np.int64)
+        for draw, row in zip(plan.draws, rows, strict=True):
+            wanted[draw.sequence_index] = max(wanted[draw.sequence_index], row)
+        if not plan.draws:  # a chunk in the middle of a prompt: the model still needs some row to end with
+            wanted[0] = 1
+        return self._draw(plan, self._forward(plan.sequences, wanted), wanted.cumsum(), rows, masks)
 
     def _replay(self, plan: SchedulePlan) -> torch.Tensor | None:
         """Logits of every sequence of a plan that a recorded decode step can compute, otherwise None."""
@@ -81,8 +109,8 @@ class Runner:
         if plan.block_copies:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
 
-    def _forward(self, sequences: list[ScheduledSequence], wanted: list[int] | None) -> torch.Tensor:
-        """Final hidden states of every scheduled token, [T, hidden], or of the last token of the `wanted` sequences."""
+    def _forward(self, sequences: list[ScheduledSequence], wanted: np.ndarray | None) -> torch.Tensor:
+        """Final hidden states of all scheduled tokens, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         starts = np.fromiter((sequence.start for sequence in sequences), np.int64, len(sequences))
         counts = np.asarray(lengths, np.int64)
@@ -99,13 +127,14 @@ class Runner:
         slot_mapping = blocks * slots_per_block + positions % self.block_size
 
         seq_lens = (starts + counts).astype(np.int32)
-        ends = counts.cumsum() if wanted is None else counts.cumsum()[wanted]
-        last_start = np.zeros(len(sequences) + 1, np.int32)
-        last_start[1:] = np.cumsum(np.isin(np.arange(len(sequences)), wanted or ()))
+        last_counts = np.zeros(0, np.int64) if wanted is None else wanted
+        last_start = np.concatenate([[0], last_counts.cumsum()]).astype(np.int32)
+        last_rows = np.arange(last_start[-1])
+        last_rows += np.repeat(counts.cumsum()[: len(last_counts)] - last_counts.cumsum(), last_counts)
         adapter_slots = [sequence.adapter_slot for sequence in sequences]
         adapters = [np.repeat(np.array(adapter_slots, np.int32), counts)] if max(adapter_slots) >= 0 else []
         ids, places, slots, tables, keys, first, last, last_first, *adapter_ids = self.inputs.send(
-            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, ends - 1, last_start, *adapters]
+            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, last_rows, last_start, *adapters]
         )
         paged = PagedContext(self.kv_caches, tables, keys, slots, self.block_size)
         of_rows = adapter_ids[0] if adapter_ids else None
@@ -113,25 +142,52 @@ class Runner:
             return self.model(ids, places, ForwardBatch(query_start=first, paged=paged, adapter_ids=of_rows))
         batch = ForwardBatch(first, paged=paged, last_rows=LastRows(last, last_first), adapter_ids=of_rows)
         hidden = self.model(ids, places, batch)
-        return hidden if len(hidden) == len(wanted) else hidden[last]
+        return hidden if len(hidden) == len(last_rows) else hidden[last]
 
-    def _draw(self, plan: SchedulePlan, hidden: torch.Tensor, row_of: np.ndarray) -> StepResult:
-        """Draws from the hidden state `row_of[i]` of the sequence with index i."""
-        if not plan.draws:
+    def _draw(
+        self,
+        plan: SchedulePlan,
+        hidden: torch.Tensor,
+        ends: np.ndarray,
+        rows_from_end: list[int],
+        masks: PendingMasks | None,
+    ) -> StepResult:
+        """Draws of the plan: draw i from row `rows_from_end[i]`, counted from the end, of its sequence's rows of
+        `hidden`, which end at `ends`. Many rows are drawn from in several goes, so that few logits exist at once."""
+        draws = plan.draws
+        if not draws:
             return _empty_result()
-        drawn = sorted({draw.sequence_index for draw in plan.draws})
-        rows = {sequence_index: row for row, sequence_index in enumerate(drawn)}
-        (used,) = self.inputs.send([row_of[drawn]])
-        logits = self.model.compute_logits(hidden[used])  # float32 [R, vocab]
-        return self._sample(plan, logits, [rows[draw.sequence_index] for draw in plan.draws])
+        index = np.array([draw.sequence_index for draw in draws])
+        used, rows = np.unique(ends[index] - np.array(rows_from_end), return_inverse=True)  # rows: in order
+        most = max(_SCORE_ROWS, len(np.unique(index)))  # a row of each sequence there is room for
+        results: list[StepResult] = []
+        for first in range(0, len(used), most):
+            (some,) = self.inputs.send([used[first : first + most]])
+            logits = self.model.compute_logits(hidden[some])  # float32 [R, vocab]
+            start, end = np.searchsorted(rows, [first, first + most])
+            results.append(self._sample(draws[start:end], logits, (rows[start:end] - first).tolist(), masks))
+        return results[0] if len(results) == 1 else _join_results(results)
 
-    def _sample(self, plan: SchedulePlan, logits: torch.Tensor, rows: list[int]) -> StepResult:
-        """One token for each draw of the plan, from row `rows[i]` of the logits."""
-        sampled = sample_rows(logits, plan.draws, rows, self.inputs)
+    def _sample(
+        self, draws: Sequence[Draw], logits: torch.Tensor, rows: list[int], masks: PendingMasks | None
+    ) -> StepResult:
+        """One token for each draw, from row `rows[i]` of the logits."""
+        adjustment = None
+        if any(draw.state is not None for draw in draws):
+            assert self.adjuster is not None, "draws have parameters that change logits"
+            grammar_masks = None if masks is None else masks.rows_of(draws)
+            adjustment = self.adjuster.adjust(logits, draws, rows, self.inputs, grammar_masks)
+        sampled = sample_rows(logits, draws, rows, self.inputs, adjustment)
         token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
-        return StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result = StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result.top_logprobs = top_logprobs_of_draws(
+            logits, draws, rows, sampled, token_ids, adjustment, self.logprobs_mode, self.inputs
+        )
+        if NOT_A_TOKEN in token_ids:
+            result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
+        return result
 
     def _score(self, plan: SchedulePlan, hidden: torch.Tensor, ends: np.ndarray, result: StepResult) -> None:
         for index, sequence in enumerate(plan.sequences):
@@ -139,12 +195,20 @@ class Runner:
             if not targets:
                 continue
             first = int(ends[index]) - len(sequence.token_ids)
-            scores = np.empty(len(targets), np.float32)
+            scores: list[np.ndarray] = []
+            top: list[TopLogprobs] = []
             for start in range(0, len(targets), _SCORE_ROWS):
                 (ids,) = self.inputs.send([np.array(targets[start : start + _SCORE_ROWS], np.int64)])
                 logits = self.model.compute_logits(hidden[first + start : first + start + len(ids)])
-                scores[start : start + len(ids)] = rollout_kernels.token_logprobs(logits, ids).cpu().numpy()
-            result.prompt_logprobs[sequence.request_id] = scores
+                if sequence.num_top_logprobs is None:
+                    scores.append(rollout_kernels.token_logprobs(logits, ids).cpu().numpy())
+                else:
+                    most_likely, logprobs = top_logprobs_of_targets(logits, ids, sequence.num_top_logprobs)
+                    top.append(most_likely)
+                    scores.append(logprobs)
+            result.prompt_logprobs[sequence.request_id] = np.concatenate(scores)
+            if top:
+                result.prompt_top_logprobs[sequence.request_id] = join(top)
 
 
 def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:
@@ -154,6 +218,42 @@ def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:
     for row, sequence in zip(tables, sequences, strict=True):
         row[: len(sequence.block_ids)] = sequence.block_ids
     return tables
+
+
+def _rows_from_end(plan: SchedulePlan, counts: np.ndarray) -> list[int]:
+    """The row of each draw, counted from the end of its sequence's scheduled tokens: 1 is the last."""
+    return [1 if draw.row == -1 else int(counts[draw.sequence_index]) - draw.row for draw in plan.draws]
+
+
+def _join_results(parts: Sequence[StepResult]) -> StepResult:
+    """The draws of several results, one after the other."""
+    starts = np.cumsum([0, *(len(part.token_ids) for part in parts)]).tolist()
+    return StepResult(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        raw_logprobs=np.concatenate([part.raw_logprobs for part in parts]),
+        sampled_logprobs=np.concatenate([part.sampled_logprobs for part in parts]),
+        kept_mass=np.concatenate([part.kept_mass for part in parts]),
+        entropy=np.concatenate([part.entropy for part in parts]),
+        failures={
+            start + index: why
+            for start, part in zip(starts, parts, strict=False)
+            for index, why in part.failures.items()
+        },
+        top_logprobs={
+            start + index: top
+            for start, part in zip(starts, parts, strict=False)
+            for index, top in part.top_logprobs.items()
+        },
+    )
+
+
+def _why_not_drawn(status: torch.Tensor) -> dict[int, str]:
+    """Why draws have no token, by their index."""
+    reasons = {
+        rollout_kernels.STATUS_NOT_NUMBERS: "the logits are not numbers",
+        rollout_kernels.STATUS_NOTHING_LEFT: "no token was left to draw",
+    }
+    return {index: reasons[code] for index, code in enumerate(status.tolist()) if code in reasons}
 
 
 def _empty_result() -> StepResult:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import rollout_kernels
 from rollout.config import EngineConfig
@@ -21,7 +23,10 @@ from rollout.models.loader import (
     read_config,
     resolve_dtype,
 )
+from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
+from rollout.sampling.adjust import Adjuster
+from rollout.sampling.grammars import Grammars
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -89,10 +94,37 @@ class Worker:
         self.reload_weights(on_tensor)
         inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
         self.ledger.register("inputs", lambda: inputs.num_bytes)
-        self.runner = Runner(self.model, [], [], config.block_size, inputs=inputs)
+        adjuster = Adjuster(
+            self.model.shape.vocab_size, lambda: self.tokenizer, config.reasoning_start, config.reasoning_end
+        )
+        self.runner = Runner(
+            self.model,
+            [],
+            [],
+            config.block_size,
+            inputs=inputs,
+            logprobs_mode=config.logprobs_mode,
+            adjuster=adjuster,
+            grammars=lambda: self.grammars,
+        )
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, for parameters that are about text; loaded when the first of them comes.
+
+        Requests with such parameters are refused at admission where there is none.
+        """
+        tokenizer = find_tokenizer(self.config.tokenizer, self.folder)
+        assert tokenizer is not None, "a request that needs a tokenizer was admitted, and there is none"
+        return tokenizer
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars (`structured_outputs`) and makes their masks; itself made when the first of them comes."""
+        return Grammars(self.tokenizer, self.model.shape.vocab_size, torch.get_num_threads())
 
     @property
     def _on_gpu(self) -> bool:

@@ -115,6 +115,38 @@ def test_forks_share_every_block_and_copy_the_partial_one_on_the_first_write():
     kv.check_integrity()
 
 
+@pytest.mark.parametrize("parent_ends", [False, True])
+@pytest.mark.parametrize("num_tokens", [5, 6, 8, 9])
+def test_a_fork_of_a_leading_part_never_writes_into_the_parents_tokens(num_tokens: int, parent_ends: bool):
+    kv = KVManager(8, 4, enable_prefix_caching=True)
+    parent, child = make_request("a", range(11)), make_request("b", [*range(num_tokens), 77, 78])
+    admitted(kv, parent, 11)
+    assert kv.may_be_forked(parent)
+    kv.fork(parent, child, num_tokens)
+    child.num_computed_tokens = num_tokens
+    num_shared = -(-num_tokens // 4)
+    assert kv.block_ids(child) == [0, 1, 2][:num_shared]
+    kv.check_integrity()
+    if parent_ends:
+        kv.forget(parent)
+    copies: list[tuple[int, int]] = []
+    assert kv.allocate(child, 2, copies)
+    # Blocks 0 and 1 are full and hittable, 2 is the parent's partial one: written in place once the parent is gone.
+    needs_copy = num_tokens % 4 and (num_tokens < 8 or not parent_ends)
+    assert copies == ([(num_shared - 1, 2 if parent_ends else 3)] if needs_copy else [])
+    kv.check_integrity()
+    kv.end_step()
+    child.num_computed_tokens += 2
+    kv.publish(child)
+    kv.check_integrity()
+    hits = kv.cached_prefix(make_request("c", range(12)), 2)
+    assert [block.block_id for block in hits] == [0, 1]  # what the parent has published is still there
+    kv.forget(parent)
+    kv.forget(child)
+    kv.check_integrity()
+    assert kv.pool.num_free == 8
+
+
 def test_a_copys_source_is_not_handed_out_in_the_same_step():
     kv = KVManager(4, 4, enable_prefix_caching=False)
     leader, sibling = make_family("a", range(2), n=2)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rollout.core.schedule import join
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import FinishReason, Request
-from tests.support.core_requests import make_family
-from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob
+from tests.support.core_requests import continue_from, make_family
+from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob, fake_top_logprobs
 
 MAX_MODEL_LEN = 40
 VOCAB = 5
@@ -50,6 +53,9 @@ class Wish:
     ends: tuple[int, ...]
     cache_salt: str | None
     scores_prompt: bool
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    forced: tuple[int, ...] = ()
 
     def family(self, name: str, arrival: int) -> list[Request]:
         return make_family(
@@ -60,11 +66,14 @@ class Wish:
             arrival=arrival,
             seed=self.seed,
             min_tokens=min(self.min_tokens, max(self.max_tokens, 1)),
+            forced=self.forced or None,
             priority=self.priority,
             eos_token_ids=frozenset(self.ends[:1]),
             stop_token_ids=frozenset(self.ends[1:]),
             cache_salt=self.cache_salt,
             scores_prompt=self.scores_prompt or self.max_tokens == 0,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if self.scores_prompt else None,
         )
 
 
@@ -73,16 +82,21 @@ def wishes(draw: st.DrawFn) -> Wish:
     root = draw(st.sampled_from([(0, 1, 2, 3) * 5, (4,) * 20]))
     tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
     prompt = (*root[: draw(st.integers(1, 20))], *tail)
+    max_tokens = draw(st.integers(0, MAX_MODEL_LEN - len(prompt)))
+    num_forced = draw(st.integers(0, max_tokens)) if draw(st.booleans()) else 0
     return Wish(
         prompt=prompt,
         n=draw(st.integers(1, 5)),
-        max_tokens=draw(st.integers(0, MAX_MODEL_LEN - len(prompt))),
+        max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 1)),
         priority=draw(st.integers(-1, 1)),
         ends=tuple(draw(st.sampled_from([(), (0,), (0, 3)]))),
         cache_salt=draw(st.sampled_from([None, None, "salt"])),
         scores_prompt=draw(st.booleans()),
+        forced=tuple(draw(st.lists(st.integers(0, VOCAB - 1), min_size=num_forced, max_size=num_forced))),
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, 0, 2])),
     )
 
 
@@ -91,13 +105,33 @@ def check_tokens(request: Request, complete: bool = True) -> None:
     expected = expected_output(request, VOCAB, MAX_MODEL_LEN)
     output = request.output_token_ids
     assert output == (expected if complete else expected[: len(output)])
-    tokens, start = request.token_ids, request.num_prompt_tokens
+    tokens, start = [*request.prompt_token_ids, *output], request.num_prompt_tokens
     logprobs = [fake_logprob(tuple(tokens[:end]), tokens[end]) for end in range(start, len(tokens))]
     assert list(request.raw_logprobs) == logprobs
     assert len(request.sampled_logprobs) == len(request.kept_mass) == len(request.entropy) == len(output)
     if request.scores_prompt and (complete or output):
         scores = [fake_logprob(tuple(tokens[:end]), tokens[end]) for end in range(1, start)]
         assert np.asarray(request.prompt_logprobs).tolist() == scores
+    check_top_logprobs(request, complete)
+
+
+def check_top_logprobs(request: Request, complete: bool) -> None:
+    """Of each token whose neighbours were asked for there is one row: that of its prefix, wherever it was computed."""
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    start, params = request.num_prompt_tokens, request.params
+    parts = [(request.top_logprobs, params.logprobs, params.logprob_token_ids or (), range(start, len(tokens)))]
+    if request.scores_prompt and (complete or len(tokens) > start):
+        parts.append((request.prompt_top_logprobs, params.prompt_logprobs, (), range(1, start)))
+    for columns, num_top, chosen, places in parts:
+        assert (columns is None) == (num_top is None)
+        if columns is None or num_top is None:
+            continue
+        assert len(columns) == len(places) and len(columns.packed) == len(places) * columns.width
+        if places:
+            found = columns.rows()
+            expected = join([fake_top_logprobs(tuple(tokens[:end]), tokens[end], num_top, chosen) for end in places])
+            assert (found.num_top, found.num_chosen) == (num_top, len(chosen))
+            np.testing.assert_array_equal(found.packed, expected.packed)
 
 
 def run_all(config: SchedulerConfig, wanted: list[Wish]) -> tuple[FakeRunner, list[Request]]:
@@ -128,7 +162,7 @@ def test_tokens_do_not_depend_on_the_scheduler(config: SchedulerConfig, wanted: 
 
 def test_a_small_pool_preempts_often_and_changes_nothing():
     # case SC-01
-    wish = Wish((0, 1, 2, 3, 0, 1), 4, 30, 0, 0, 0, (), None, False)
+    wish = Wish((0, 1, 2, 3, 0, 1), 4, 30, 0, 0, 0, (), None, True, 3, 2)
     for caching, num_host_blocks in itertools.product([True, False], [0, 12]):
         mode = "swap" if num_host_blocks else "recompute"
         config = SchedulerConfig(8, 16, MAX_MODEL_LEN, 4, 12, num_host_blocks, caching, "fcfs", mode)
@@ -166,6 +200,7 @@ class Interruptions(RuleBasedStateMachine):
         self.bad: set[str] = set()
         self.num_families = 0
         self.next_version = 1
+        self.next_index = 100
 
     @rule(wish=wishes(), poison=st.integers(0, 9))
     def add(self, wish: Wish, poison: int) -> None:
@@ -195,6 +230,35 @@ class Interruptions(RuleBasedStateMachine):
         if plan is not None and result is not None:
             updated = {member.request_id for member, _ in self.scheduler.update(plan, result)}
             assert updated.isdisjoint(member.request_id for member in aborted)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), n=st.integers(1, 3))
+    def fork(self, data: st.DataObject, n: int) -> None:
+        """A branch of a sample that waits, runs or has ended, from anywhere in its output."""
+        parent = data.draw(st.sampled_from(self.requests))
+        last = min(parent.num_output_tokens, parent.max_tokens - 1)
+        last -= parent.finish_reason is FinishReason.STOP and last == parent.num_output_tokens
+        if last < 0:
+            return
+        at = data.draw(st.integers(0, last))
+        self.next_index += n
+        self.go_on(parent, at, range(self.next_index - n, self.next_index), branch_position=at, forked_from=parent)
+
+    @precondition(lambda self: any(request.finish_reason is FinishReason.ABORT for request in self.requests))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        ended = [request for request in self.requests if request.finish_reason is FinishReason.ABORT]
+        request = data.draw(st.sampled_from(ended))
+        fields = {name: getattr(request, name) for name in ("branch_position", "scores_prompt")}
+        fields["prompt_logprobs"] = request.prompt_logprobs[:]
+        self.go_on(request, request.num_output_tokens, [request.sample_index], **fields)
+
+    def go_on(self, parent: Request, at: int, sample_indices: Sequence[int], **fields: Any) -> None:
+        name = str(self.num_families)
+        family = continue_from(parent, name, at, sample_indices, arrival=self.num_families, **fields)
+        self.num_families += 1
+        self.runner.add(family[0])
+        self.requests += family
 
     @rule()
     def forget_a_plan(self) -> None:

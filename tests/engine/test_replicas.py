@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from rollout import LLM, RequestOutput, SamplingParams
-from rollout.engine.transfer import pack_family, unpack_family
+from rollout import (
+    LLM,
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    generate_sessions,
+)
+from rollout.core.beam import BeamOptions
+from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
 from rollout.request import Request
 from tests.support.extension import (
@@ -23,6 +35,7 @@ from tests.support.extension import (
     torch_threads,
     unpicklable_result,
 )
+from tests.support.logits_processors import Favour
 from tests.support.policies import InFlight, assert_is_beginning, assert_same_samples, random_prompt, slow_steps
 from tests.support.processes import is_running
 from tests.support.tiny import make_tiny_llama
@@ -98,18 +111,105 @@ def assert_same_outputs(mine: list[RequestOutput], theirs: list[RequestOutput]) 
 # Generation
 
 
+def test_searches_are_those_of_one_engine(engines: Engines) -> None:
+    # case BS-01
+    params = BeamSearchParams(4, 30, length_penalty=0.6, early_stopping="never")
+    for mine, theirs in zip(
+        engines.two.beam_search(PROMPTS, params), engines.one.beam_search(PROMPTS, params), strict=True
+    ):
+        assert (mine.error, mine.policy_version, mine.receipt_id) == (None, theirs.policy_version, theirs.receipt_id)
+        assert mine.kv_blocks_saved > 0
+        for a, b in zip(mine.sequences, theirs.sequences, strict=True):
+            assert (a.output_token_ids, a.score, a.text, a.finish_reason) == (
+                b.output_token_ids,
+                b.score,
+                b.text,
+                b.finish_reason,
+            )
+            np.testing.assert_array_equal(a.output_logprobs, b.output_logprobs)
+
+
 @pytest.mark.parametrize(
     "params",
     [
         SamplingParams(n=4, max_tokens=40, seed=11),
         SamplingParams(n=3, max_tokens=60, stop=["e", "ab"], temperature=1.5, top_p=0.9, seed=3, logprobs=0),
-        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[7, 9], min_tokens=3),
+        SamplingParams(temperature=0, max_tokens=20, seed=1, stop_token_ids=[7, 9], min_tokens=3),
+        SamplingParams(
+            n=2,
+            max_tokens=30,
+            seed=4,
+            frequency_penalty=0.4,
+            repetition_penalty=1.2,
+            logit_bias={9: 2.0},
+            allowed_token_ids=range(3, 120),
+            bad_words=["a", "he"],
+            thinking_token_budget=7,
+            repetition_detection=RepetitionDetectionParams(3, 1, 3),
+            logits_processors=[Favour(5, 1.5), RepetitionPenaltyLogitsProcessor(1.1)],
+        ),
+        SamplingParams(n=2, max_tokens=30, seed=4, ignore_eos=True, logits_processors=Favour(5, 1.5, limit=4)),  # type: ignore[arg-type]
+        SamplingParams(
+            n=2,
+            max_tokens=30,
+            seed=4,
+            structured_outputs=StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", 7, None]}}),
+        ),
+        SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
     ],
-    ids=["samples", "stop strings", "greedy"],
+    ids=["samples", "stop strings", "greedy", "adjusted logits", "processor that fails", "schema", "choice"],
 )
 def test_outputs_are_those_of_one_engine_bit_for_bit(engines: Engines, params: SamplingParams) -> None:
     assert_same_outputs(engines.one.generate(PROMPTS, params), engines.two.generate(PROMPTS, params))
     assert engines.two.num_unfinished == 0
+
+
+def test_a_bad_schema_is_refused_before_any_rank_hears_of_it(engines: Engines) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nope"}))
+    with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs.json=.*Invalid type: nope"):
+        engines.two.generate(PROMPTS[:2], [SamplingParams(), bad])
+    assert engines.two.num_unfinished == 0
+    outputs = engines.two.generate(PROMPTS[:2], [SamplingParams(max_tokens=3), bad], on_invalid="return")
+    assert outputs[0].error is None and "Invalid type" in (outputs[1].error or "")
+
+
+def test_streams_join_to_the_outputs_of_one_engine(engines: Engines) -> None:
+    # cases ST-01, SC-04
+    params = SamplingParams(
+        n=3, max_tokens=60, stop=["e", "ab"], seed=3, temperature=1.5, output_kind=RequestOutputKind.DELTA
+    )
+    whole = engines.one.generate(PROMPTS, params)
+    texts: dict[tuple[int, int], str] = {}
+    token_ids: dict[tuple[int, int], list[int]] = {}
+    for output in engines.two.stream(PROMPTS, params):
+        for delta in output.outputs:
+            key = (int(output.request_id), delta.index)
+            texts[key] = texts.get(key, "") + delta.text
+            token_ids[key] = token_ids.get(key, []) + delta.token_ids
+            assert len(delta.raw_logprobs) == len(delta.token_ids)
+    assert [texts[key] for key in sorted(texts)] == [c.text for o in whole for c in o.outputs]
+    assert [token_ids[key] for key in sorted(token_ids)] == [c.token_ids for o in whole for c in o.outputs]
+    for _ in engines.two.stream(PROMPTS, LONG):
+        break
+    metrics = engines.two.get_metrics()
+    assert engines.two.num_unfinished == metrics["num_requests_running"] == metrics["num_requests_waiting"] == 0
+    assert metrics["kv_cache_usage"] == 0
+
+
+def test_sessions_go_on_as_with_one_engine(engines: Engines) -> None:
+    # case PR-05
+    params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in range(4)]
+    sessions = [
+        [llm.session([{"role": "user", "content": "hi"}]) for _ in params] for llm in (engines.one, engines.two)
+    ]
+    for turn in range(2):
+        for group in sessions:
+            generate_sessions(group, params, use_tqdm=False)
+            for session in group if turn == 0 else []:
+                session.add([{"role": "user", "content": "and?"}])
+    for mine, theirs in zip(*sessions, strict=True):
+        assert mine.token_ids == theirs.token_ids and mine.turns == theirs.turns
+        assert np.array_equal(mine.raw_logprobs, theirs.raw_logprobs)
 
 
 def test_seeds_that_the_engine_gives_are_those_of_one_engine(tmp_path: Path, engines: Engines) -> None:
@@ -367,11 +467,40 @@ def test_a_time_limit_names_the_ranks_and_the_late_answer_is_dropped(engines: En
         engines.two.collective_rpc("rank_and_process", timeout=0)
 
 
+def test_forced_resumed_and_forked_samples_are_those_of_one_engine(engines: Engines) -> None:
+    params = SamplingParams(n=3, max_tokens=40, seed=12, ignore_eos=True, logprobs=2, frequency_penalty=0.4)
+    whole = engines.one.generate(PROMPTS, params)
+    forced = replace(params, forced_token_ids=whole[0].outputs[2].token_ids[:25], stop=["q", "z"])
+    assert_same_outputs(engines.two.generate(PROMPTS, forced), engines.one.generate(PROMPTS, forced))
+    ids = engines.two.enqueue(PROMPTS, params)
+    samples = engines.two._delivery.groups[ids[3]].samples
+    while samples[1].num_output_tokens < 5:
+        engines.two.step()
+    fork_id = engines.two.fork(ids[3], at=5, n=2, sample=1)
+    engines.two.abort(ids)
+    *parts, fork = engines.two.wait_for_completion()
+    assert fork.request_id == fork_id
+    resumed = engines.two.resume(parts, params)
+    assert_same_samples(resumed, whole)
+    for output, wanted in zip(resumed, whole, strict=True):
+        assert [sample.logprobs for sample in output.outputs] == [sample.logprobs for sample in wanted.outputs]
+    for sample in fork.outputs:
+        alone = replace(params, n=1, first_sample_index=sample.sample_index)
+        alone = replace(alone, forced_token_ids=whole[3].outputs[1].token_ids[:5])
+        (output,) = engines.one.generate(PROMPTS[3], alone)
+        assert_same_samples([replace(fork, outputs=[sample])], [output])
+        assert sample.logprobs == output.outputs[0].logprobs
+
+
 def test_what_cannot_be_sent_is_refused_here(engines: Engines) -> None:
     with pytest.raises(ValueError, match="the call cannot be sent to a worker process"):
         engines.two.collective_rpc(lambda worker: worker.rank)
     with pytest.raises(TypeError, match="cannot pickle"):
         engines.two.collective_rpc(unpicklable_result)
+    mixed = [SamplingParams(), SamplingParams(logits_processors=[lambda logits, batch: logits])]
+    with pytest.raises(ValueError, match=r"prompts\[1\]: logits_processors cannot be sent to a worker process"):
+        engines.two.generate(PROMPTS[:2], mixed)
+    assert engines.two.num_unfinished == 0
 
 
 def test_a_request_is_sent_whole() -> None:
@@ -389,14 +518,22 @@ def test_a_request_is_sent_whole() -> None:
         "arrival": 12,
         "cache_salt": "salt",
         "scores_prompt": True,
+        "token_ids": [5, 130, 2**31 - 1, 8, 9],
+        "entropy": array("f", [0.0, 0.0]),
+        "policy_spans": [(0, 0), (3, 1)],
+        "branch_position": 2,
+        "beam_options": BeamOptions(3, 0.5, "never"),
     }
     leader = Request(**given)
     leader.siblings = [Request(**{**given, "request_id": "7-1", "sample_index": 4})]
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
-    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state"}
+    state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens", "beam_result"}
+    state |= {"top_logprobs", "prompt_top_logprobs"}
+    state |= {"parent", "forked_from"}  # of no use to a worker, and named by its handle
     refused = {"lora_request", "adapter_slot", "adapter_key"}
+    assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent := Request(**given))[0].forked_from is parent
     # A new field has to be sent as well.
     assert {field.name for field in fields(Request)} == given.keys() | state | refused
-    for sent, arrived in zip((leader, *leader.siblings), unpack_family(pack_family(leader, [4, 5])), strict=True):
+    for sent, arrived in zip((leader, *leader.siblings), Unpacker().requests(pack_family(leader, [4, 5])), strict=True):
         assert {name: getattr(arrived, name) for name in given} == {name: getattr(sent, name) for name in given}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,9 @@ def test_logits_that_are_not_numbers_end_their_own_request_in_error(
 
     num_calls = 0
 
-    def poisoned(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs) -> SampleResult:
+    def poisoned(
+        logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs, *rest: Any
+    ) -> SampleResult:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 4:
@@ -90,7 +93,7 @@ def test_logits_that_are_not_numbers_end_their_own_request_in_error(
                 row.fill_(math.nan if poison == "all nan" else -math.inf)
             else:
                 row[77] = poison
-        return sample_rows(logits, draws, rows, inputs)
+        return sample_rows(logits, draws, rows, inputs, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr("rollout.worker.runner.sample_rows", poisoned)
@@ -99,6 +102,7 @@ def test_logits_that_are_not_numbers_end_their_own_request_in_error(
     bad = outputs.pop(2)
     expected = clean.pop(2)
     assert bad.finish_reason == "error"
+    assert bad.stop_reason == ("no token was left to draw" if poison == "all -inf" else "the logits are not numbers")
     assert bad.token_ids == expected.token_ids[:3] and len(bad.raw_logprobs) == 3
     for a, b in zip(outputs, clean, strict=True):
         assert a.token_ids == b.token_ids and a.finish_reason == "length"
@@ -122,7 +126,7 @@ def test_an_error_of_a_forward_pass_is_raised_and_loses_no_tokens(
     for _ in range(4):
         llm.step()
 
-    def broken(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int], inputs: StepInputs) -> SampleResult:
+    def broken(*arguments: Any) -> SampleResult:
         raise MemoryError("injected")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="injected"):

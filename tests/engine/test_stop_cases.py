@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout import LLM, SamplingParams
-from rollout.engine.detokenize import StopStringChecker
+from rollout.engine.detokenize import WindowText
+from rollout.engine.sample_text import SampleText
 from tests.support.tiny import make_tiny_llama
 
 
@@ -19,18 +21,24 @@ class WordTokenizer:
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], **_: object) -> str:
         return "".join(self.pieces[token_id] for token_id in token_ids)
 
 
-def run_checker(pieces: list[str], **params: object) -> tuple[str, int, str] | None:
-    """Feeds the pieces one by one. Returns (stop string, number of tokens read, final text)."""
+def run(pieces: list[str], **params: object) -> tuple[str, int, str] | None:
+    """Feeds the pieces one by one, as a stream. Returns (stop string, number of tokens read, final text)."""
     asked = SamplingParams(max_tokens=None, **params)  # type: ignore[arg-type]
-    checker = StopStringChecker(WordTokenizer(pieces), asked)  # type: ignore[arg-type]
+    growing = WindowText(WordTokenizer(pieces), asked)  # type: ignore[arg-type]
+    text, taken = SampleText(growing, asked), ""
     for token_id in range(len(pieces)):
-        match = checker.append([token_id])
-        if match is not None:
-            return match.stop, token_id + 1, checker.final_text()
+        stop = text.append([token_id])
+        taken += text.take()
+        assert text.text.startswith(taken)  # nothing that was shown is taken back
+        if stop is not None:
+            assert taken == text.text
+            return stop, token_id + 1, taken
+    text.finish()
+    assert taken + text.take() == text.text == "".join(pieces)
     return None
 
 
@@ -46,6 +54,11 @@ def run_checker(pieces: list[str], **params: object) -> tuple[str, int, str] | N
         (["a", "bcd", "e"], ["cd", "bc"], ("bc", 2, "a")),
         (["a", "bcd", "e"], ["bcd", "bc"], ("bcd", 2, "a")),
         (["a", "b"], "ab", ("ab", 2, "")),
+        (["aab", "aab", "aac"], "aabaac", ("aabaac", 3, "aab")),
+        (["a", "bc", "d"], ["abcd", "bc"], ("bc", 2, "a")),
+        (["ab", "c"], ["abd", "bc"], ("bc", 2, "a")),
+        (["x", "", "END"], "END", ("END", 3, "x")),
+        (["xEND"], ["END", "xE"], ("xE", 1, "")),
         (["a", "b"], "c", None),
     ],
 )
@@ -53,15 +66,44 @@ def test_text_ends_before_the_leftmost_stop_string(
     pieces: list[str], stop: str | list[str], expected: tuple[str, int, str] | None
 ) -> None:
     # case ST-01
-    assert run_checker(pieces, stop=stop) == expected
-    included = run_checker(pieces, stop=stop, include_stop_str_in_output=True)
+    assert run(pieces, stop=stop) == expected
+    included = run(pieces, stop=stop, include_stop_str_in_output=True)
     assert included == (None if expected is None else (*expected[:2], expected[2] + expected[0]))
 
 
-def test_stop_strings_are_not_searched_before_the_minimum_length() -> None:
+def test_a_stop_string_that_the_first_min_tokens_tokens_complete_does_not_count() -> None:
     # case ST-03
-    assert run_checker(["END", "a", "END", "b"], stop="END", min_tokens=3) == ("END", 3, "ENDa")
-    assert run_checker(["END", "a", "b", "EN", "D"], stop="END", min_tokens=4) == ("END", 5, "ENDab")
+    assert run(["END", "a", "END", "b"], stop="END", min_tokens=3) is None
+    assert run(["END", "a", "END", "b"], stop="END", min_tokens=2) == ("END", 3, "ENDa")
+    assert run(["END", "a", "b", "EN", "D"], stop="END", min_tokens=4) == ("END", 5, "ENDab")
+    assert run(["END", "END"], stop="END", min_tokens=1) == ("END", 2, "END")
+    assert run(["a", "END"], stop="END", min_tokens=2) is None
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), min_size=1, max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_the_text_ends_as_a_search_of_the_whole_text_says(
+    pieces: list[str], stops: list[str], min_tokens: int, include: bool
+) -> None:
+    # case ST-01
+    expected = None
+    for num_tokens in range(min_tokens + 1, len(pieces) + 1):  # the slow obvious search, after each token
+        text, before = "".join(pieces[:num_tokens]), len("".join(pieces[: num_tokens - 1]))
+        hits = [
+            (start, -len(stop), stop)
+            for stop in stops
+            for start in range(len(text))
+            if text.startswith(stop, start) and start + len(stop) > before
+        ]
+        if hits:
+            start, _, stop = min(hits)
+            expected = (stop, num_tokens, text[: start + (len(stop) if include else 0)])
+            break
+    assert run(pieces, stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include) == expected
 
 
 def test_a_stop_string_ends_a_sample_and_the_prompt_never_matches(tmp_path: Path) -> None:
@@ -129,15 +171,3 @@ def test_banned_ids_are_left_out_of_the_sampled_distribution_only(tmp_path: Path
     assert a.token_ids == b.token_ids  # the same noise, and the ban did not hit the token
     assert a.raw_logprobs[0] == b.raw_logprobs[0]
     assert b.sampled_logprobs[0] > a.sampled_logprobs[0]
-
-
-def test_incremental_text_equals_the_decoded_whole_for_a_real_tokenizer(smollm2_path: Path) -> None:
-    from rollout.engine.detokenize import IncrementalText
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(smollm2_path)
-    text = "naive \u4f60\u597d \U0001f9d1\u200d\U0001f680 d\u0159evo\n\n  x=1"
-    ids = list(tokenizer(text).input_ids)
-    incremental = IncrementalText(tokenizer, skip_special_tokens=True)
-    pieces = [incremental.append([token_id]) for token_id in ids]
-    assert "".join(pieces) == text
-    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
