@@ -399,16 +399,20 @@ class Answer(msgspec.Struct, tag="answer"):
 QUESTIONS = ["Describe a person in JSON.", "What is 17 + 25? Answer in JSON.", "Hello!"]
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> LLM:
+    return LLM(smollm2_path, kv_cache_memory="256MiB")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Person, Call | Answer, list[Person] | None], ids=["nested", "tagged union", "list"])
-def test_smollm2_writes_what_its_schema_asks_for(smollm2_path: Path, kind: object) -> None:
+def test_smollm2_writes_what_its_schema_asks_for(smollm2: LLM, kind: object) -> None:
     # case SO-01
-    llm = LLM(smollm2_path, kv_cache_memory="256MiB")
     params = SamplingParams(
         n=4, seed=8, max_tokens=160, structured_outputs=StructuredOutputsParams(json=msgspec.json.schema(kind))
     )
     stopped = 0
-    outputs = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
+    outputs = smollm2.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
     for completion in (completion for output in outputs for completion in output.outputs):
         assert completion.finish_reason in ("stop", "length")
         if completion.finish_reason == "stop":

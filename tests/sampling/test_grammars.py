@@ -6,7 +6,9 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -353,7 +355,7 @@ def test_options_that_a_form_does_not_use_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="structured_outputs"):
             StructuredOutputsParams(**fields)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="thinking_token_budget=5 is not valid: .*structured_outputs"):
+    with pytest.raises(ValueError, match=r"thinking_token_budget=5 is not valid: .*structured_outputs"):
         SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), thinking_token_budget=5)
 
 
@@ -416,6 +418,30 @@ def test_pretty_printed_json_is_in_the_default_grammar(grammars: Grammars, piece
             structured_outputs=StructuredOutputsParams(json_object=True), forced_token_ids=forced, max_tokens=None
         )
         grammars.check(params, set())
+
+
+def test_options_of_the_library_in_a_schema_are_heard(grammars: Grammars, pieces: dict[int, bytes]) -> None:
+    ids = {piece: token_id for token_id, piece in pieces.items()}
+
+    def accepts(text: str, **fields: Any) -> bool:
+        forced = [*(ids[bytes([byte])] for byte in text.encode()), EOS]
+        structured = StructuredOutputsParams(**fields)
+        grammars.check(SamplingParams(structured_outputs=structured), {EOS})
+        try:
+            grammars.check(
+                SamplingParams(structured_outputs=structured, forced_token_ids=forced, max_tokens=None), {EOS}
+            )
+        except ValueError:
+            return False
+        return True
+
+    array = {"type": "array", "not": {}, "x-guidance": {"lenient": True, "whitespace_pattern": "  "}}
+    assert accepts("[  1]", json=array) and not accepts("[ 1]", json=array)
+    assert accepts("[ 1]", json=array, whitespace_pattern=" ")
+    assert not accepts("[  1]", json=array, whitespace_pattern=" ")
+    assert accepts("[1]", json=array, disable_any_whitespace=True)
+    assert not accepts("[  1]", json=array, disable_any_whitespace=True)
+    assert accepts('{"a": [null, -1.5e3]}', json="true") and accepts("7", json={}) and not accepts("seven", json={})
 
 
 def test_objects_are_closed_where_asked_also_inside(grammars: Grammars, pieces: dict[int, bytes]) -> None:
