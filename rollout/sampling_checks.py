@@ -57,6 +57,11 @@ def check(params: SamplingParams) -> None:
     _check_combinations(params)
 
 
+def resolve_count(count: int | None, vocab_size: int) -> int:
+    """How many most likely tokens `logprobs` or `prompt_logprobs` ask for: -1 is the whole vocabulary."""
+    return vocab_size if count == -1 else min(count or 0, vocab_size)
+
+
 def tokens_outside(params: SamplingParams, vocab_size: int) -> str | None:
     """Which field names a token that the vocabulary does not have, in a sentence."""
     fields: dict[str, Iterable[int]] = {

@@ -20,7 +20,7 @@ from rollout.outputs import RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import Request
 from rollout.sampling.noise import derive_seed
-from rollout.sampling_checks import tokens_outside
+from rollout.sampling_checks import resolve_count, tokens_outside
 from rollout.sampling_params import SamplingParams
 
 OnInvalid = Literal["raise", "return"]
@@ -60,6 +60,9 @@ class Admission:
         outside = tokens_outside(params, vocab_size)
         if outside is not None:
             return outside
+        too_many = self.too_many_logprobs(params)
+        if too_many is not None:
+            return too_many
         num_forced = len(params.forced_token_ids or ())
         if len(ids) + num_forced > limit:
             return f"the prompt's {len(ids)} tokens and {num_forced} forced ones are more than max_model_len={limit}"
@@ -79,6 +82,18 @@ class Admission:
             self._engine.check_grammar(params, self._eos_of(params))
         except ValueError as error:
             return str(error)
+        return None
+
+    def too_many_logprobs(self, params: SamplingParams) -> str | None:
+        """Why the engine returns fewer logprobs a token than these parameters ask for, in a sentence."""
+        limit = self._engine.config.max_logprobs
+        if limit == -1:
+            return None
+        for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            asked = self._engine.vocab_size if count == -1 else count or 0
+            if asked > limit:
+                every = f", all {asked} tokens," if count == -1 else ""
+                return f"{field}={count}{every} is more than the engine's max_logprobs={limit}: configure a larger one"
         return None
 
     def admit(
@@ -144,6 +159,13 @@ class Admission:
         room = self._engine.max_model_len - len(prompt.token_ids)
         max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else derive_seed(self._engine.config.seed, number)
+
+        def own_fields() -> dict[str, Any]:
+            if beginning is None:
+                return {}
+            num_top = resolve_count(params.logprobs, self._engine.vocab_size)
+            return beginning.request_fields(prompt.token_ids, params, num_top, self._engine.config.logprobs_mode)
+
         samples = [
             Request(
                 request_id=f"{number}-{first + index}",
@@ -158,11 +180,11 @@ class Admission:
                 priority=priority,
                 arrival=number,
                 cache_salt=prompt.cache_salt,
-                scores_prompt=scores,
+                scores_prompt=scores or params.prompt_logprobs is not None,
                 lora_request=None if adapter is None else adapter.request,
                 adapter_slot=-1 if adapter is None else adapter.slot,
                 adapter_key=None if adapter is None else adapter.key,
-                **({} if beginning is None else beginning.request_fields(prompt.token_ids)),
+                **own_fields(),
             )
             for index in range(params.n)
         ]
@@ -177,7 +199,10 @@ class Admission:
         """Hands requests to the engine, all or none. Those that follow none of their group lead."""
         self._engine.add(request for _, requests in families for request in _leaders(requests))
         receipt = self._engine.receipt
-        groups = [Group.of(prompt, requests, receipt, self._detokenizer, streams) for prompt, requests in families]
+        mode = self._engine.config.logprobs_mode
+        groups = [
+            Group.of(prompt, requests, receipt, self._detokenizer, mode, streams) for prompt, requests in families
+        ]
         for group in groups:
             self._delivery.groups[group.group_id] = group
         return groups
