@@ -426,11 +426,10 @@ def test_options_of_the_library_in_a_schema_are_heard(grammars: Grammars, pieces
     def accepts(text: str, **fields: Any) -> bool:
         forced = [*(ids[bytes([byte])] for byte in text.encode()), EOS]
         structured = StructuredOutputsParams(**fields)
-        grammars.check(SamplingParams(structured_outputs=structured), {EOS})
+        params = SamplingParams(structured_outputs=structured, max_tokens=None)
+        grammars.check(params, {EOS})
         try:
-            grammars.check(
-                SamplingParams(structured_outputs=structured, forced_token_ids=forced, max_tokens=None), {EOS}
-            )
+            grammars.check(replace(params, forced_token_ids=forced), {EOS})
         except ValueError:
             return False
         return True
