@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,6 +17,8 @@ import pytest
 from scipy.stats import chisquare
 
 from rollout import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
+from rollout.core.schedule import Draw
+from rollout.sampling.grammars import Grammars
 from tests.support.oracle import load_reference, reference_logprobs
 from tests.support.tiny import make_tiny_llama
 
@@ -370,6 +373,29 @@ def test_a_failed_step_leaves_the_masks_as_they_were(llm: LLM, monkeypatch: pyte
     assert num_failed == 2
     for one, other in zip(outputs[0].outputs, expected, strict=True):
         assert_same(one, other)
+
+
+def test_masks_are_computed_while_the_model_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm.engine.executor.worker.runner
+    forward, masks = type(runner)._forward, Grammars.masks
+    model_runs, masks_are_there, met = threading.Event(), threading.Event(), []
+
+    def waiting_forward(self: Any, *arguments: Any) -> Any:
+        model_runs.set()
+        met.append(masks_are_there.wait(timeout=20))
+        return forward(self, *arguments)
+
+    def waiting_masks(self: Grammars, draws: Mapping[int, Draw]) -> Any:
+        met.append(model_runs.wait(timeout=20))
+        computed = masks(self, draws)
+        masks_are_there.set()
+        return computed
+
+    monkeypatch.setattr(type(runner), "_forward", waiting_forward)
+    monkeypatch.setattr(Grammars, "masks", waiting_masks)
+    params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    assert llm.generate(PROMPT, params)[0].outputs[0].text == "a"
+    assert met == [True, True]
 
 
 class Address(msgspec.Struct):
