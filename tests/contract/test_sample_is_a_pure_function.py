@@ -10,10 +10,28 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import LLM, CompletionOutput, SamplingParams
+from rollout import (
+    LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    CompletionOutput,
+    LogitsBatch,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.support.tiny import make_tiny_llama
 
 SHARED = list(range(40, 75))
+
+
+def halve_what_is_written(logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+    """A logits processor; it looks at one row at a time."""
+    for row, output in zip(logits, batch.output_token_ids, strict=True):
+        row[output] /= 2
+    return logits
+
+
 PROMPTS = [
     [3],
     SHARED,
@@ -23,8 +41,13 @@ PROMPTS = [
     [11, 12] * 9,
     SHARED,
     [5, 4, 3, 2],
+    [*SHARED[:18], 7, 7],
+    [7, 8, 9],
+    [*SHARED[:20], 8],
+    [9, 8, 7],
     SHARED[:30],
 ]
+GRAMMAR = StructuredOutputsParams(json_object=True)
 PARAMS = [
     SamplingParams(max_tokens=20, seed=1, ignore_eos=True, n=3),
     SamplingParams(max_tokens=25, seed=2, n=4, temperature=0.7),
@@ -32,19 +55,46 @@ PARAMS = [
     SamplingParams(max_tokens=30, seed=4, top_p=0.8, min_tokens=4),
     SamplingParams(max_tokens=16, temperature=0),
     SamplingParams(max_tokens=22, seed=5, min_p=0.1, n=2, stop_token_ids=[20, 21, 22, 23]),
-    SamplingParams(max_tokens=9, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=25, seed=6, ignore_eos=True, stop=["e", "Z", "7q", "x", "("], n=3),
     SamplingParams(max_tokens=40, seed=7, temperature=1.3, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=24, seed=8, n=3, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 3.0}),
+    SamplingParams(
+        max_tokens=20,
+        seed=9,
+        n=2,
+        presence_penalty=0.4,
+        allowed_token_ids=range(40, 70),
+        top_p=0.95,
+        logits_processors=[halve_what_is_written],
+        repetition_detection=RepetitionDetectionParams(2, 1, 3),
+    ),
+    SamplingParams(max_tokens=14, seed=8, n=2, structured_outputs=GRAMMAR, stop_token_ids=[20], logit_bias={97: 4.0}),
+    SamplingParams(
+        max_tokens=9, seed=9, n=2, structured_outputs=StructuredOutputsParams(regex="[ab]{3,12}"), ignore_eos=True
+    ),
     SamplingParams(max_tokens=30, seed=8, n=2, ignore_eos=True, forced_token_ids=[*SHARED[30:], *range(3, 20)]),
 ]
+BEAMS = BeamSearchParams(3, 5, ignore_eos=True)
+BEAM_PROMPTS = [SHARED, PROMPTS[-1]]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
 
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
     return (
         a.token_ids == b.token_ids
+        and a.text == b.text
         and a.finish_reason == b.finish_reason
         and a.stop_reason == b.stop_reason
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
+    )
+
+
+def same_search(a: BeamSearchOutput, b: BeamSearchOutput) -> bool:
+    return all(
+        x.output_token_ids == y.output_token_ids
+        and x.score == y.score
+        and np.array_equal(x.output_logprobs, y.output_logprobs)
+        for x, y in zip(a.sequences, b.sequences, strict=True)
     )
 
 
@@ -52,7 +102,7 @@ def same(a: CompletionOutput, b: CompletionOutput) -> bool:
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     dtype = torch.bfloat16 if request.param in ("bfloat16", "int8") else torch.float32
     folder = make_tiny_llama(
-        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
+        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True, tokenizer=True
     )
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
@@ -70,6 +120,13 @@ def expected(setting: dict[str, object]) -> list[list[CompletionOutput]]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def found(setting: dict[str, object]) -> list[BeamSearchOutput]:
+    """Every search alone, likewise."""
+    llm = LLM(**setting, kv_cache_memory="16MiB", enable_prefix_caching=False)  # type: ignore[arg-type]
+    return [llm.beam_search(prompt, BEAMS)[0] for prompt in BEAM_PROMPTS]
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     block_size=st.sampled_from([1, 3, 4, 8, 16, 32]),
@@ -85,6 +142,7 @@ def expected(setting: dict[str, object]) -> list[list[CompletionOutput]]:
 def test_outputs_are_bit_identical_under_every_option(
     setting: dict[str, object],
     expected: list[list[CompletionOutput]],
+    found: list[BeamSearchOutput],
     block_size: int,
     budget: int,
     max_num_seqs: int,
@@ -114,10 +172,12 @@ def test_outputs_are_bit_identical_under_every_option(
         )
         priority = [i % 3 for i in range(len(order))] if policy == "priority" else None
         outputs = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], priority=priority)
+        searches = llm.beam_search(BEAM_PROMPTS, BEAMS)
     finally:
         torch.set_num_threads(threads)
     for index, output in zip(order, outputs, strict=True):
         assert all(same(a, b) for a, b in zip(output.outputs, expected[index], strict=True)), PROMPTS[index]
+    assert all(map(same_search, searches, found))
     llm.engine.scheduler.check_integrity()
     assert llm.get_metrics()["kv_cache_usage"] == 0
 
