@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
     from rollout.session import Session, Turn, generate_sessions
+    from rollout.tree import RolloutTree
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
+    "RolloutTree",
     "SampleRecord",
     "SamplingParams",
     "ScoreOutput",
@@ -73,6 +75,7 @@ _MODULES = {
     "RepetitionDetectionParams": "rollout.sampling_options",
     "RequestOutput": "rollout.outputs",
     "RequestOutputKind": "rollout.sampling_options",
+    "RolloutTree": "rollout.tree",
     "SampleRecord": "rollout.diagnosis",
     "SamplingParams": "rollout.sampling_params",
     "ScoreOutput": "rollout.outputs",

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -63,7 +64,7 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_logprobs: int = 20
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     enforce_eager: bool = False
     quantization: Literal["int8"] | None = None

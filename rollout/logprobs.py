@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from rollout.core.logprob_columns import LogprobColumns
 from rollout.core.schedule import TopLogprobs
 from rollout.engine.token_texts import KnownTexts, TokenTexts
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 TEXT_CONTEXT = 4  # so many tokens before a token may its text depend on
 EntryT = TypeVar("EntryT", bound="dict[int, Logprob] | None")
 

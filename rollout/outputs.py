@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.logprobs import Logprob, LogprobsMode, PromptLogprobs, SampleLogprobs
+from rollout.config import LogprobsMode
+from rollout.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 from rollout.lora.request import LoRARequest
 
 __all__ = [

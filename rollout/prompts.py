@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | Mapping[str, Any] | Sequence[Message]
 
-_KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
+_CHAT_OPTIONS = ("chat_template", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+_KEYS = ("prompt", "prompt_token_ids", "messages", *_CHAT_OPTIONS, "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,15 @@ def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None)
 
 
 def _encode_mapping(prompt: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
-    """vLLM's `TextPrompt` and `TokensPrompt`, or "messages"; a key whose value is None is as good as absent."""
+    """vLLM's `TextPrompt` and `TokensPrompt`, or "messages" with the options of `LLM.chat`; a key whose value is None
+    is as good as absent."""
     given = {key: value for key, value in prompt.items() if value is not None}
     unknown = sorted(map(repr, given.keys() - _KEYS))
     if unknown:
         raise ValueError(f"prompt keys {', '.join(unknown)} are not supported: {', '.join(map(repr, _KEYS))} are")
+    options = {key: given[key] for key in _CHAT_OPTIONS if key in given}
+    if options and "messages" not in given:
+        raise ValueError(f"prompt keys {', '.join(map(repr, options))} are not used without 'messages': leave them out")
     salt, text = given.get("cache_salt"), given.get("prompt")
     if salt is not None and not isinstance(salt, str):
         raise ValueError(f"cache_salt={salt!r} is not valid: it must be text")
@@ -66,10 +71,10 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         raise ValueError(f"prompt={text!r} is not valid: it must be text")
     if "prompt_token_ids" in given:
         return Prompt(_check_ids(given["prompt_token_ids"]), text, salt)
+    if "messages" in given:
+        return Prompt(encode_chat(given["messages"], tokenizer, **options), text, salt)
     if text is not None:
         return Prompt(_encode_text(text, tokenizer), text, salt)
-    if "messages" in given:
-        return Prompt(encode_chat(given["messages"], tokenizer), None, salt)
     raise ValueError(f"prompt={prompt!r} is not valid: it must have 'prompt', 'prompt_token_ids' or 'messages'")
 
 

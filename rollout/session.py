@@ -11,7 +11,7 @@ import numpy as np
 from rollout.chat_template import ChatTemplate, describe_difference
 from rollout.engine.admission import LoRAChoice, OnInvalid, params_each
 from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
-from rollout.prompts import Message
+from rollout.prompts import Message, encode_prompt
 from rollout.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -152,13 +152,17 @@ class Session:
     def add_text(self, text: str) -> list[int]:
         """Appends text, which is tokenised by itself: as a prompt where it is the first, else without special tokens.
         Returns its ids. In a chat it is part of the answer, such as the result of a tool that is called within it."""
-        ids = list(self.llm.get_tokenizer()(text, add_special_tokens=not self.token_ids).input_ids)
+        tokenizer = self.llm.get_tokenizer()
+        if self.token_ids:
+            ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+        else:
+            ids = encode_prompt(text, tokenizer).token_ids
         self._append_given(ids)
         return ids
 
     def add_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Appends token ids as they are."""
-        self._append_given([int(token_id) for token_id in token_ids])
+        """Appends token ids as they are. Raises `ValueError` for what is no list of integers."""
+        self._append_given(encode_prompt({"prompt_token_ids": token_ids}, None).token_ids)
 
     def generate(self, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Samples the next turn, or goes on with one that was cut off, and appends it.

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,13 @@ def test_the_code_about_adapters_trains_one_and_samples_with_it(tmp_path: Path, 
     assert "policy 1," in first and "policy 2," in second
     assert len({line.split("fingerprint ")[1].split(",")[0] for line in (first, second)}) == 2  # the adapter did move
     assert "lora_name='policy'" in last and "lora_name='saved'" in last and last.endswith("None] {1, 7}")
+
+
+def test_the_code_about_trees_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "trees.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, str(page), "exec"), {"MODEL": str(tiny_model())})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["forced: True", "resumed: True"]
+    assert lines[2] == f"samples: 8 tokens: {8 * 29}"
+    assert lines[3] == f"packed: {5 + 2 * 24 + 4 * 21 + 2 * 19} of which drawn: {2 * 24 + 4 * 21 + 2 * 19}"

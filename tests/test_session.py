@@ -158,6 +158,15 @@ def test_a_fork_goes_on_by_itself(llm: LLM) -> None:
         check_alignment(fork)
 
 
+def test_a_turn_that_was_streamed_is_appended(llm: LLM) -> None:
+    streamed, sampled = llm.session(user("hello")), llm.session(user("hello"))
+    *_, last = llm.stream({"prompt_token_ids": streamed.token_ids}, PARAMS)
+    streamed.append_sample(last.outputs[0])
+    sampled.generate(PARAMS)
+    assert streamed.token_ids == sampled.token_ids and streamed.turns == sampled.turns
+    assert np.array_equal(streamed.sampled_logprobs, sampled.sampled_logprobs)
+
+
 def test_a_session_without_room_stays_as_it_is(tmp_path: Path) -> None:
     llm = LLM(make_tiny_llama(tmp_path, tokenizer=True), kv_cache_memory="4MiB", max_model_len=64)
     sessions = [llm.session(), llm.session()]
@@ -182,6 +191,8 @@ def test_text_and_token_ids_can_be_turns(llm: LLM) -> None:
     session.generate(PARAMS)
     check_alignment(session)
     assert [turn.is_sampled for turn in session.turns] == [False, True, False, False, True]
+    with pytest.raises(ValueError, match=r"holds 1.5: token ids must be integers"):
+        session.add_token_ids([1.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="messages cannot follow text"):
         session.add(user("hello"))
 

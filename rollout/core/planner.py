@@ -306,6 +306,7 @@ class Planner:
             request.sample_state,
             row,
             forced_token_id,
+            request.beam_options is not None,
         )
         step.plan.draws.append(draw)
         step.drawers.append(request)

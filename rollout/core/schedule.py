@@ -29,6 +29,7 @@ class Draw:
     state: SampleState | None = None  # where the draw takes more than this (penalties, masks, processors, grammars)
     row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
     forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
+    is_beam: bool = False  # what counts is the most likely tokens of the raw distribution
 
 
 @dataclass(frozen=True, slots=True)

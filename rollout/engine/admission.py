@@ -72,11 +72,14 @@ class Admission:
             return problem
         return self._text.problem(params)
 
+    def _eos_of(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else self._eos_token_ids
+
     def _grammar_problem(self, params: SamplingParams) -> str | None:
         if self._detokenizer is None:
             return "structured_outputs needs a tokenizer, and the model's folder has none"
         try:
-            self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)
+            self._engine.check_grammar(params, self._eos_of(params))
         except ValueError as error:
             return str(error)
         return None
@@ -148,7 +151,10 @@ class Admission:
         """The samples of one prompt, the first leading the others, all with the same `beginning` of their output.
 
         `place`: the number of the group and the first sample's place in it, for a group of several such families.
+        Raises `ValueError` for a beginning that is not of the form which the parameters ask for.
         """
+        if params.structured_outputs is not None and beginning is not None:
+            self._engine.check_grammar(params, self._eos_of(params), beginning.token_ids)
         number, first = (self.next_number(), 0) if place is None else place
         room = self._engine.max_model_len - len(prompt.token_ids)
         max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
@@ -169,7 +175,7 @@ class Admission:
                 seed=seed,
                 sample_index=params.first_sample_index + index,
                 max_tokens=max_tokens,
-                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+                eos_token_ids=self._eos_of(params),
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
                 priority=priority,
                 arrival=number,

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout.config import LogprobsMode
 from rollout.core.logprob_columns import LogprobColumns
-from rollout.logprobs import LogprobsMode
 from rollout.outputs import CompletionOutput
 from rollout.request import Request
 from rollout.sampling_params import SamplingParams

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rollout.config import LogprobsMode
 from rollout.engine.detokenize import Detokenizer
 from rollout.engine.sample_text import SampleText
 from rollout.engine.token_texts import DecodedTexts
-from rollout.logprobs import TEXT_CONTEXT, LogprobsMode, PromptLogprobs, SampleLogprobs
+from rollout.logprobs import TEXT_CONTEXT, PromptLogprobs, SampleLogprobs
 from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import Request
@@ -87,7 +88,7 @@ class Group:
             outputs = outputs if self.resumes is None else joined(self.resumes, outputs)
         versions = {span.version for output in outputs for span in output.policy_versions} or {leader.policy_version}
         return RequestOutput(
-            request_id=self.group_id,
+            request_id=self.group_id if self.resumes is None else self.resumes.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=leader.prompt_token_ids,
             outputs=outputs,

@@ -55,12 +55,16 @@ class Detokenizer:
         if not params.detokenize:
             return ""
         spelling = self._spellings[params.skip_special_tokens]
-        if spelling is not None and spelling.is_plain:
-            return b"".join(map(spelling.pieces.__getitem__, token_ids)).decode("utf-8", "replace")
-        if spelling is None and len(token_ids) > 0:
-            return _decode(self.tokenizer, token_ids, params)
-        growing = self.growing(params)
-        return "".join([*map(growing.append, token_ids), growing.finish()])
+        if spelling is None:
+            return _decode(self.tokenizer, token_ids, params) if token_ids else ""
+        if spelling.first_pieces is not None:
+            growing = self.growing(params)
+            return "".join([*map(growing.append, token_ids), growing.finish()])
+        data = b"".join(map(spelling.pieces.__getitem__, token_ids))
+        text, _ = take_characters(data, spelling.bytes_stand_alone, is_end=True)
+        for _ in range(spelling.num_stripped):
+            text = text.removeprefix(" ")
+        return text
 
 
 class SpelledText:

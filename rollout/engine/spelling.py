@@ -47,11 +47,6 @@ class Spelling:
     num_stripped: int = 0  # leading spaces that are left out of the text
     bytes_stand_alone: bool = False  # each byte that is in no character becomes a U+FFFD; else each broken character
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the text is that of the joined bytes, and nothing else."""
-        return self.first_pieces is None and not self.num_stripped and not self.bytes_stand_alone
-
 
 def find_spelling(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Spelling | None:
     """The spelling of a tokenizer, or None for one of another kind."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import rollout_kernels
+from rollout.config import LogprobsMode
 from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult, TopLogprobs, join
 from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
@@ -37,6 +38,7 @@ class Runner:
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
     decode_graphs: DecodeGraphs | None = None  # the same for Triton's kernels; at most one of the two
     inputs: StepInputs = field(default_factory=DirectInputs)
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the most likely tokens beside the drawn ones are of
     adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
     grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
 
@@ -180,7 +182,9 @@ class Runner:
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
         result = StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
-        result.top_logprobs = top_logprobs_of_draws(logits, draws, rows, token_ids, self.inputs)
+        result.top_logprobs = top_logprobs_of_draws(
+            logits, draws, rows, sampled, token_ids, adjustment, self.logprobs_mode, self.inputs
+        )
         if NOT_A_TOKEN in token_ids:
             result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
         return result

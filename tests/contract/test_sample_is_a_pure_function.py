@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,28 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import LLM, BeamSearchOutput, BeamSearchParams, CompletionOutput, SamplingParams
+from rollout import (
+    LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    CompletionOutput,
+    LogitsBatch,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.support.tiny import make_tiny_llama
 
 SHARED = list(range(40, 75))
+
+
+def halve_what_is_written(logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+    """A logits processor; it looks at one row at a time."""
+    for row, output in zip(logits, batch.output_token_ids, strict=True):
+        row[output] /= 2
+    return logits
+
+
 PROMPTS = [
     [3],
     SHARED,
@@ -24,7 +41,13 @@ PROMPTS = [
     [11, 12] * 9,
     SHARED,
     [5, 4, 3, 2],
+    [*SHARED[:18], 7, 7],
+    [7, 8, 9],
+    [*SHARED[:20], 8],
+    [9, 8, 7],
+    SHARED[:30],
 ]
+GRAMMAR = StructuredOutputsParams(json_object=True)
 PARAMS = [
     SamplingParams(max_tokens=20, seed=1, ignore_eos=True, n=3),
     SamplingParams(max_tokens=25, seed=2, n=4, temperature=0.7),
@@ -32,8 +55,24 @@ PARAMS = [
     SamplingParams(max_tokens=30, seed=4, top_p=0.8, min_tokens=4),
     SamplingParams(max_tokens=16, temperature=0),
     SamplingParams(max_tokens=22, seed=5, min_p=0.1, n=2, stop_token_ids=[20, 21, 22, 23]),
-    SamplingParams(max_tokens=9, seed=6, ignore_eos=True),
+    SamplingParams(max_tokens=25, seed=6, ignore_eos=True, stop=["e", "Z", "7q", "x", "("], n=3),
     SamplingParams(max_tokens=40, seed=7, temperature=1.3, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=24, seed=8, n=3, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 3.0}),
+    SamplingParams(
+        max_tokens=20,
+        seed=9,
+        n=2,
+        presence_penalty=0.4,
+        allowed_token_ids=range(40, 70),
+        top_p=0.95,
+        logits_processors=[halve_what_is_written],
+        repetition_detection=RepetitionDetectionParams(2, 1, 3),
+    ),
+    SamplingParams(max_tokens=14, seed=8, n=2, structured_outputs=GRAMMAR, stop_token_ids=[20], logit_bias={97: 4.0}),
+    SamplingParams(
+        max_tokens=9, seed=9, n=2, structured_outputs=StructuredOutputsParams(regex="[ab]{3,12}"), ignore_eos=True
+    ),
+    SamplingParams(max_tokens=30, seed=8, n=2, ignore_eos=True, forced_token_ids=[*SHARED[30:], *range(3, 20)]),
 ]
 BEAMS = BeamSearchParams(3, 5, ignore_eos=True)
 BEAM_PROMPTS = [SHARED, PROMPTS[-1]]
@@ -43,6 +82,7 @@ ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
     return (
         a.token_ids == b.token_ids
+        and a.text == b.text
         and a.finish_reason == b.finish_reason
         and a.stop_reason == b.stop_reason
         and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
@@ -62,7 +102,7 @@ def same_search(a: BeamSearchOutput, b: BeamSearchOutput) -> bool:
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     dtype = torch.bfloat16 if request.param in ("bfloat16", "int8") else torch.float32
     folder = make_tiny_llama(
-        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True
+        tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True, tokenizer=True
     )
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
@@ -185,25 +225,7 @@ def test_an_aborted_sample_resumes_as_if_it_had_never_stopped(
         llm.abort(ids)
         outputs = ended + llm.wait_for_completion()
         assert sorted(output.request_id for output in outputs) == sorted(ids)
-        for output in outputs:
-            index = ids.index(output.request_id)
-            for part, whole in zip(output.outputs, expected[index], strict=True):
-                resumed = part if part.finish_reason != "abort" else _resume(llm, index, part)
+        params = [PARAMS[ids.index(output.request_id)] for output in outputs]
+        for output in llm.resume(outputs, params):
+            for resumed, whole in zip(output.outputs, expected[ids.index(output.request_id)], strict=True):
                 assert same(resumed, whole)
-
-
-def _resume(llm: LLM, index: int, part: CompletionOutput) -> CompletionOutput:
-    """Continues an aborted sample with what is left of its budget; returns both parts as one."""
-    asked, done = PARAMS[index], len(part.token_ids)
-    assert asked.max_tokens is not None
-    rest = replace(
-        asked,
-        n=1,
-        seed=part.seed,
-        first_sample_index=part.sample_index,
-        max_tokens=asked.max_tokens - done,
-        min_tokens=max(0, asked.min_tokens - done),
-    )
-    more = llm.generate([*PROMPTS[index], *part.token_ids], rest)[0].outputs[0]
-    joined = {name: np.append(getattr(part, name), getattr(more, name)) for name in ARRAYS}
-    return replace(more, token_ids=part.token_ids + more.token_ids, **joined)

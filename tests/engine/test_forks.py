@@ -148,3 +148,35 @@ def test_what_cannot_be_forked_is_refused(folder: Path) -> None:
     assert llm.num_unfinished == 0
     llm.fork(stopped, 1, sampling_params=SamplingParams(max_tokens=4))
     assert len(llm.wait_for_completion()[0].outputs[0].token_ids) <= 4
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+def test_the_most_likely_tokens_come_along(folder: Path, budget: int) -> None:
+    # case LP-04
+    llm = LLM(folder, kv_cache_memory="8MiB", block_size=4, max_num_batched_tokens=budget)
+    params = replace(PARAMS, logprobs=3, logprob_token_ids=[9, 4], prompt_logprobs=2)
+    (whole,) = llm.generate(PROMPT, params)
+    (forced,) = llm.generate(PROMPT, replace(params, n=1, forced_token_ids=whole.outputs[0].token_ids[:13]))
+    assert_same(forced.outputs[0], whole.outputs[0])
+    assert forced.outputs[0].logprobs == whole.outputs[0].logprobs
+    assert forced.prompt_logprobs == whole.prompt_logprobs
+    (request_id,) = llm.enqueue(PROMPT, params)
+    for _ in range(12):
+        llm.step()
+    fork_id = llm.fork(request_id, at=3, n=2, sample=1)
+    llm.step()
+    llm.abort([request_id])
+    partial, fork = llm.wait_for_completion()
+    (resumed,) = llm.resume(partial, params)
+    assert resumed.prompt_logprobs == whole.prompt_logprobs
+    for sample, wanted in zip(resumed.outputs, whole.outputs, strict=True):
+        assert_same(sample, wanted)
+        assert sample.logprobs == wanted.logprobs
+    assert (fork.request_id, fork.prompt_logprobs) == (fork_id, None)
+    for sample in fork.outputs:
+        given = {"first_sample_index": sample.sample_index, "forced_token_ids": sample.token_ids[:3]}
+        alone = replace(params, n=1, prompt_logprobs=None, **given)
+        (wanted,) = llm.generate(PROMPT, alone)[0].outputs
+        assert_same(sample, wanted)
+        assert sample.logprobs == wanted.logprobs
+        assert sample.logprobs is not None and len(sample.logprobs) == 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +384,29 @@ def test_the_trainers_own_forward_pass_of_the_shared_model_has_no_adapter(world:
         parameter.requires_grad_()
     with pytest.raises(ValueError, match="lora_shrink has no gradient"):
         model(ids, torch.arange(len(ids)), batch)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_forced_resumed_and_forked_samples_keep_their_adapter(world: World, caching: bool) -> None:
+    llm = world.engine(enable_prefix_caching=caching)
+    params = SamplingParams(n=2, max_tokens=20, seed=3, ignore_eos=True)
+    adapters = [world.requests["a"], world.requests["b"], None]
+    prompts = PROMPTS[:1] * 3
+    whole = llm.generate(prompts, params, lora_request=adapters)
+    forced = [replace(params, n=1, forced_token_ids=output.outputs[0].token_ids) for output in whole]
+    for output, wanted in zip(llm.generate(prompts, forced, lora_request=adapters), whole, strict=True):
+        assert_same_samples([output], [replace(wanted, outputs=wanted.outputs[:1])])
+    ids = llm.enqueue(prompts, params, lora_request=adapters)
+    for _ in range(7):
+        llm.step()
+    forks = [llm.fork(request_id, at=4) for request_id in ids]
+    llm.step()
+    llm.abort(ids)
+    ended = {output.request_id: output for output in llm.wait_for_completion()}
+    assert_same_samples(llm.resume([ended[name] for name in ids], params), whole)
+    for name, adapter, wanted in zip(forks, adapters, whole, strict=True):
+        fork = ended[name]
+        assert fork.lora_request == adapter
+        forced_alone = wanted.outputs[0].token_ids[:4]
+        alone = replace(params, n=1, first_sample_index=fork.outputs[0].sample_index, forced_token_ids=forced_alone)
+        assert_same_samples([fork], llm.generate(prompts[0], alone, lora_request=adapter))

@@ -230,6 +230,11 @@ def test_tools_and_reasoning_reach_the_template_untouched(tmp_path: Path) -> Non
     assert shown(chat_template_kwargs={"enable_thinking": False}) == "thinking=False " + plain
     assert shown(add_generation_prompt=False) == plain.removesuffix("[assistant")
     assert shown(chat_template="{{ messages | length }} messages") == "3 messages"
+    options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": {"enable_thinking": True}}
+    in_dict = llm.generate({"messages": conversation, **options}, params)[0].prompt_token_ids
+    assert in_dict == llm.chat(conversation, params, **options)[0].prompt_token_ids
+    with pytest.raises(ValueError, match="prompt keys 'tools' are not used without 'messages'"):
+        llm.generate({"prompt": "ab", "tools": tools}, params)
     with pytest.raises(ValueError, match=r"prompts\[0\]: the chat template refuses these messages: no"):
         llm.chat(conversation, params, chat_template="{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"prompts\[0\]: the chat template refuses these messages"):

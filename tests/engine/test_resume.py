@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import LLM, CompletionOutput, RequestOutput, SamplingParams
+from rollout import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.support.tiny import make_tiny_llama
 
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
@@ -88,6 +88,35 @@ def test_forced_tokens_have_the_arrays_of_the_sample_that_drew_them(
     if "preemption_mode" in config and num_forced < 20:  # 20 are computed at once, and end there
         assert llm.get_metrics()["num_preemptions_total"] > 0
     assert llm.get_metrics()["kv_cache_usage"] == 0
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": -0.3},
+        {"logit_bias": {9: 4.0}, "allowed_token_ids": range(3, 60)},
+        {"bad_words": ["e", "th"]},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{0,60}")},
+        {"min_tokens": 12, "ignore_eos": False, "stop_token_ids": [30, 31, 32, 33]},
+        {"stop": ["a", "e", "qz"], "min_tokens": 5},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_forced_and_resumed_draws_see_the_tokens_before_them(folder: Path, extra: dict[str, object]) -> None:
+    # case SP-03
+    params = replace(PARAMS, **extra)  # type: ignore[arg-type]
+    llm = LLM(folder, kv_cache_memory="8MiB", block_size=4, max_num_batched_tokens=7)
+    drawn = llm.generate(PROMPT, params)[0]
+    for sample in drawn.outputs:
+        for count in {1, len(sample.token_ids) // 2, len(sample.token_ids)}:
+            forced = replace(params, n=1, first_sample_index=sample.sample_index)
+            forced = replace(forced, forced_token_ids=sample.token_ids[:count])
+            assert_same(llm.generate(PROMPT, forced)[0].outputs[0], sample)
+    for count in (0, 1, 5, 11):
+        parts = [cut(sample, count) if count < len(sample.token_ids) else sample for sample in drawn.outputs]
+        (resumed,) = llm.resume(replace(drawn, outputs=parts), params)
+        for now, before in zip(resumed.outputs, drawn.outputs, strict=True):
+            assert_same(now, before)
 
 
 def test_samples_go_their_own_ways_behind_the_forced_tokens(llm: LLM, whole: RequestOutput) -> None:
@@ -174,3 +203,41 @@ def test_abort_and_resume_as_often_as_one_likes(folder: Path, whole: RequestOutp
     (output,) = llm.resume([output], PARAMS)
     for now, before_all in zip(output.outputs, whole.outputs, strict=True):
         assert_same(now, before_all)
+
+
+def test_what_a_newer_policy_samples_is_told(folder: Path, whole: RequestOutput) -> None:
+    llm = LLM(folder, kv_cache_memory="8MiB", block_size=4)
+    (request_id,) = llm.enqueue({"prompt_token_ids": PROMPT, "cache_salt": "salt"}, PARAMS)
+    for _ in range(6):
+        llm.step()
+    receipts = [llm.receipt]
+    llm.reload_weights()  # aborts, and the weights are the same ones under the next version
+    receipts.append(llm.receipt)
+    (partial,) = llm.wait_for_completion()
+    assert (partial.request_id, partial.cache_salt) == (request_id, "salt")
+    (resumed,) = llm.resume(partial, PARAMS)
+    for sample, before in zip(resumed.outputs, whole.outputs, strict=True):
+        assert sample.policy_versions == [(0, 0, 6), (1, 6, 20)]
+        assert_same(sample, before)
+    assert (resumed.policy_version, resumed.request_id, resumed.cache_salt) == (1, request_id, "salt")
+    assert resumed.receipt_ids == {version: receipt.id for version, receipt in enumerate(receipts) if receipt}
+
+
+def test_outputs_and_parameters_that_do_not_belong_together_are_refused(llm: LLM, whole: RequestOutput) -> None:
+    partial = replace(whole, outputs=[cut(output, 6) for output in whole.outputs])
+    short = replace(partial.outputs[1], entropy=partial.outputs[1].entropy[:5])
+    for output, params, message in (
+        (partial, replace(PARAMS, seed=4), r"outputs\[0\]\.outputs\[0\]: seed=4 is not valid: .* drawn with seed 5"),
+        (partial, replace(PARAMS, max_tokens=6), "max_tokens=6 is not valid: .* there are 6 already"),
+        (partial, replace(PARAMS, forced_token_ids=[1]), "the sample begins with other tokens"),
+        (replace(partial, outputs=[short]), PARAMS, r"entropy has the shape \(5,\) for 6 tokens"),
+        (replace(partial, prompt_token_ids=[]), PARAMS, r"outputs\[0\]: the prompt is empty"),
+        (RequestOutput("x", None, [1], [], error="bad"), PARAMS, "was refused: bad"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.resume([output], params)
+    with pytest.raises(ValueError, match="2 entries for 1 prompts"):
+        llm.resume([partial], [PARAMS, PARAMS])
+    assert llm.num_unfinished == 0
+    assert llm.resume([whole], PARAMS)[0] is whole
+    assert llm.resume([], PARAMS) == []

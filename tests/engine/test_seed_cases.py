@@ -35,6 +35,8 @@ def test_samples_of_one_seeded_prompt_differ_and_repeat(prefix_caching: bool, tm
     neighbours = [[50 + i] * 5 for i in range(6)]
     crowd = llm.generate([*neighbours, prompt], [SamplingParams(max_tokens=9)] * 6 + [params])[-1].outputs
     assert all(same(a, b) for a, b in zip(first, crowd, strict=True))
+    other = LLM(folder, kv_cache_memory="8MiB", enable_prefix_caching=not prefix_caching)
+    assert all(same(a, b) for a, b in zip(first, other.generate(prompt, params)[0].outputs, strict=True))
     alone = [
         llm.generate(prompt, SamplingParams(seed=7, first_sample_index=i, max_tokens=16, ignore_eos=True))[0].outputs[0]
         for i in range(8)
@@ -82,6 +84,8 @@ def test_a_seeded_request_is_the_same_alone_and_in_any_company(tmp_path: Path) -
                 first = llm.generate([prompt, *others], [seeded] + [params] * count)[0].outputs[0]
                 last = llm.generate([*others, prompt], [params] * count + [seeded])[-1].outputs[0]
                 assert same(alone, first) and same(alone, last)
+                if "block_size" in config and count == 15:
+                    assert llm.get_metrics()["num_preemptions_total"] > 0
 
 
 def test_greedy_is_greedy_however_it_is_asked_for_and_whatever_stands_beside_it(tmp_path: Path) -> None:

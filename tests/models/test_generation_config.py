@@ -17,7 +17,7 @@ SUGGESTED = {
     "top_p": 0.9,
     "top_k": 40,
     "min_p": 0.05,
-    "repetition_penalty": 1.0,
+    "repetition_penalty": 1.1,
     "max_new_tokens": 7,
     "do_sample": True,
     "eos_token_id": [2, 90],
@@ -47,12 +47,12 @@ def test_the_file_says_what_is_sampled_with_where_nothing_was_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = small(folder_with(tmp_path, SUGGESTED), generation_config="auto", seed=3)
-    defaults = SamplingParams(temperature=0.6, top_p=0.9, top_k=40, min_p=0.05, max_tokens=7)
+    defaults = SamplingParams(temperature=0.6, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1, max_tokens=7)
     assert llm.get_default_sampling_params() == defaults
     (line,) = caplog.messages
     for change in ("temperature 1.0 -> 0.6", "top_p 1.0 -> 0.9", "top_k 0 -> 40", "min_p 0.0 -> 0.05"):
         assert change in line
-    assert "max_tokens 16 -> 7" in line and "repetition_penalty" not in line
+    assert "max_tokens 16 -> 7" in line and "repetition_penalty 1.0 -> 1.1" in line
     assert line.endswith("; not used: do_sample=True") and str(tmp_path) in line
     assert caplog.records[0].levelno == logging.WARNING
 
