@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -37,6 +38,9 @@ class EngineConfig:
     `generation_config` "off" samples with the defaults of `SamplingParams` where no parameters are given; "auto" with
     what the model's `generation_config.json` suggests, or that in another folder. What it changes is logged.
     `num_threads` sets the threads of torch and of the kernels, for the whole process.
+    `max_logprobs` is the most that a request may ask for with `logprobs` or `prompt_logprobs`; -1 is no limit.
+    `logprobs_mode` says which distribution the dictionaries of logprobs are of: the model's own ("raw_logprobs") or the
+    one that the token was drawn from ("processed_logprobs"). The arrays of an output hold both in any case.
     `data_parallel_size` above 1 runs so many copies of the engine, each in a process of its own, which share the
     requests. `num_threads`, `kv_cache_memory` and `swap_space` are of each; without `num_threads` they share the
     machine's cores, and `gpu_memory_utilization` on a CPU is of all of them. On CUDA each has a device of its own.
@@ -59,6 +63,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    max_logprobs: int = 20
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     enforce_eager: bool = False
     quantization: Literal["int8"] | None = None
@@ -79,6 +85,7 @@ class EngineConfig:
         _check_choice(self, "kv_cache_dtype", ("auto", "int8"))
         _check_choice(self, "preemption_mode", ("recompute", "swap"))
         _check_choice(self, "scheduling_policy", ("fcfs", "priority"))
+        _check_choice(self, "logprobs_mode", ("raw_logprobs", "processed_logprobs"))
         _check_choice(self, "kernels", ("auto", "cpu", "triton", "reference"))
         _check_choice(self, "quantization", (None, "int8"))
         if self.quantization is not None and (self.device == "cuda" or self.kernels == "triton"):
@@ -98,6 +105,10 @@ class EngineConfig:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not valid: above 0, up to 1")
+        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            raise ValueError(
+                f"max_logprobs={self.max_logprobs!r} is not valid: an integer of at least 0, or -1 for no limit"
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} is not valid: it must be an integer from 0 to {2**63 - 1}")
         if self.kv_cache_memory is not None:

@@ -16,7 +16,7 @@ from rollout.beam_search import BeamSearchOutput, BeamSearchParams, make_searche
 from rollout.config import EngineConfig, parse_bytes
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
-from rollout.engine.collect import Group
+from rollout.engine.collect import Group, prompt_logprobs_of
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
 from rollout.engine.forks import Forks
@@ -326,19 +326,27 @@ class LLM:
         self,
         token_ids: Sequence[int] | Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
         *,
+        prompt_logprobs: int | None = None,
         use_tqdm: bool | None = None,
         lora_request: LoRAChoice | Sequence[LoRAChoice] = None,
     ) -> list[ScoreOutput]:
         """Log-probabilities of given tokens, each given those before it: raw, temperature 1.
 
-        A sequence may be a dict with "prompt_token_ids" and a "cache_salt": no KV is then shared with other salts.
+        With `prompt_logprobs=k` the ranks of the tokens and the k most likely ones beside them come too, in
+        `ScoreOutput.prompt_logprobs` (-1: the whole vocabulary). A sequence may be a dict with "prompt_token_ids" and a
+        "cache_salt": no KV is then shared with other salts.
 
-        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, or an id outside the vocabulary, and
-        `RuntimeError` where the model's logits are not numbers, or the engine is put to sleep meanwhile.
+        Raises `ValueError` for an empty sequence, one longer than `max_model_len`, an id outside the vocabulary, or
+        more logprobs than `max_logprobs`, and `RuntimeError` where the model's logits are not numbers, or the engine is
+        put to sleep meanwhile.
         """
         items = split_prompts(token_ids)
         prompts = self._encode(items, lambda item: encode_prompt(item, None))
         choices = one_each(lora_request, len(items))
+        params = SamplingParams(prompt_logprobs=prompt_logprobs)
+        too_many = self._admission.too_many_logprobs(params)
+        if too_many is not None:
+            raise ValueError(too_many)
         with self._lock:
             for index, prompt in enumerate(prompts):
                 problem = prompt.error or self._admission.problem(prompt, None)
@@ -347,7 +355,7 @@ class LLM:
             self._engine.check_ready()
             requests = []
             for prompt, adapter in zip(prompts, self._engine.adapters_for(choices), strict=True):
-                requests += self._admission.make_requests(prompt, SamplingParams(), 0, adapter, scores=True)
+                requests += self._admission.make_requests(prompt, params, 0, adapter, scores=True)
             groups = self._admission.submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
         self._wait(groups, use_tqdm, "Scoring")
         outputs = []
@@ -355,7 +363,9 @@ class LLM:
             request = group.samples[0]
             if request.finish_reason is not FinishReason.LENGTH:
                 raise RuntimeError(_why_not_scored(request))
-            outputs.append(ScoreOutput(request.prompt_token_ids, np.array(request.prompt_logprobs, np.float32)))
+            logprobs = np.array(request.prompt_logprobs, np.float32)
+            top = prompt_logprobs_of(request, self._tokenizer)
+            outputs.append(ScoreOutput(request.prompt_token_ids, logprobs, top))
         return outputs
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.core.beam import BeamOptions, BeamResult
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.lora.request import LoRARequest
 from rollout.sampling.state import SampleState
 from rollout.sampling_params import SamplingParams
@@ -95,6 +96,8 @@ class Request:
     kept_mass: array[float] = field(default_factory=lambda: array("f"))
     entropy: array[float] = field(default_factory=lambda: array("f"))
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))  # raw; of tokens 1.. of the prompt
+    top_logprobs: LogprobColumns | None = None  # a position a sampled token, where the parameters ask for it
+    prompt_top_logprobs: LogprobColumns | None = None  # a position a value of `prompt_logprobs`, likewise
     sample_state: SampleState | None = None  # where draws take more than logits, temperature and filters
     beam_result: BeamResult | None = None  # of a beam search that has ended
 
@@ -103,6 +106,10 @@ class Request:
             self.token_ids = list(self.prompt_token_ids)
         self.token_ids += self.forced_token_ids[self.num_known_output_tokens : -1]
         self.num_forced_tokens = max(self.num_forced_tokens, len(self.forced_token_ids))
+        if self.params.wants_top_logprobs and self.beam_options is None and self.top_logprobs is None:
+            self.top_logprobs = LogprobColumns()
+        if self.params.prompt_logprobs is not None:
+            self.prompt_top_logprobs = LogprobColumns()
         if self.params.adjusts_logits:
             self.sample_state = SampleState(
                 self.token_ids, len(self.prompt_token_ids), self.eos_token_ids, self.stop_token_ids
@@ -147,6 +154,32 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    def cut_back(self) -> None:
+        """Drops what is kept of tokens that were never appended, or only in part: an update was interrupted."""
+        num_output = min(self.num_known_output_tokens, *map(len, self.arrays))
+        if self.top_logprobs is not None:
+            num_output = min(num_output, len(self.top_logprobs))
+            self.top_logprobs.truncate(num_output)
+        for column in self.arrays:
+            del column[num_output:]
+        top, num_scored = self.prompt_top_logprobs, len(self.prompt_logprobs)
+        if top is not None and len(top) > num_scored:
+            self.prompt_top_logprobs = top.copy()  # others may share it
+            self.prompt_top_logprobs.truncate(num_scored)
+
+    def forget_prompt_logprobs(self) -> None:
+        """The prompt's tokens will be scored anew. What a fork of it shares stays as it is."""
+        del self.prompt_logprobs[:]
+        if self.prompt_top_logprobs is not None:
+            self.prompt_top_logprobs = LogprobColumns()
+
+    def share_prompt_logprobs(self, other: Request) -> None:
+        """Takes over what `other`, with the same prompt and parameters, knows of the prompt's tokens so far."""
+        top = other.prompt_top_logprobs
+        if top is not None:  # shared where nobody adds to it any more
+            self.prompt_top_logprobs = top if len(top) == self.num_prompt_tokens - 1 else top.copy()
+        self.prompt_logprobs = other.prompt_logprobs[:]
 
     def banned_token_ids(self, position: int) -> tuple[int, ...]:
         """Ids that may not be drawn as the token at `position`: those that would end the request, before `min_tokens`

@@ -57,6 +57,11 @@ def check(params: SamplingParams) -> None:
     _check_combinations(params)
 
 
+def resolve_count(count: int | None, vocab_size: int) -> int:
+    """How many most likely tokens `logprobs` or `prompt_logprobs` ask for: -1 is the whole vocabulary."""
+    return vocab_size if count == -1 else min(count or 0, vocab_size)
+
+
 def tokens_outside(params: SamplingParams, vocab_size: int) -> str | None:
     """Which field names a token that the vocabulary does not have, in a sentence."""
     fields: dict[str, Iterable[int]] = {
@@ -203,3 +208,9 @@ def _check_combinations(params: SamplingParams) -> None:
     num_forced = len(params.forced_token_ids or ())
     if params.max_tokens is not None and num_forced > params.max_tokens:
         _fail("forced_token_ids", f"{num_forced} ids", f"at most max_tokens ({params.max_tokens}) ids")
+    if params.structured_outputs is not None and params.thinking_token_budget is not None:
+        _fail(
+            "thinking_token_budget",
+            params.thinking_token_budget,
+            "None with structured_outputs, which is of the whole output and leaves no room for reasoning",
+        )

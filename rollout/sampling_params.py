@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.sampling_checks import MAX_N, MAX_SEED, check, normalise
@@ -17,14 +17,6 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
 ]
-
-# Fields that are on their way, with the value that means "not used". Setting one to anything else raises: a parameter
-# that is accepted and ignored would change what is sampled without anybody noticing.
-_NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logprob_token_ids": (None,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,6 @@ class SamplingParams:
     def __post_init__(self) -> None:
         normalise(self)
         check(self)
-        _refuse_unsupported(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -89,6 +80,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the argmax is taken instead of a draw."""
         return self.temperature == 0.0
+
+    @property
+    def wants_top_logprobs(self) -> bool:
+        """Whether each sampled token comes with its rank, the most likely tokens, or tokens that were named."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def has_penalty(self) -> bool:
@@ -105,12 +101,3 @@ class SamplingParams:
             or self.structured_outputs is not None
             or self.thinking_token_budget is not None
         )
-
-
-def _refuse_unsupported(params: SamplingParams) -> None:
-    known = {field.name for field in fields(params)}
-    for field, neutral in _NOT_SUPPORTED_YET.items():
-        assert field in known
-        value = getattr(params, field)
-        if value not in neutral:
-            raise ValueError(f"{field}={value!r} is not supported yet: leave it at {neutral[0]!r}")

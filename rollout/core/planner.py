@@ -264,7 +264,15 @@ class Planner:
         sequences = step.plan.sequences
         block_ids = self.kv.block_ids(request).copy()
         sequences.append(
-            ScheduledSequence(request.request_id, start, tokens[start:end], block_ids, targets, request.adapter_slot)
+            ScheduledSequence(
+                request.request_id,
+                start,
+                tokens[start:end],
+                block_ids,
+                targets,
+                request.adapter_slot,
+                request.params.prompt_logprobs,
+            )
         )
         step.requests.append(request)
         step.budget -= num_new
@@ -298,6 +306,7 @@ class Planner:
             request.sample_state,
             row,
             forced_token_id,
+            request.beam_options is not None,
         )
         step.plan.draws.append(draw)
         step.drawers.append(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,7 @@ class Draw:
     state: SampleState | None = None  # where the draw takes more than this (penalties, masks, processors, grammars)
     row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
     forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
+    is_beam: bool = False  # what counts is the most likely tokens of the raw distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class ScheduledSequence:
     # unless the request scores its prompt.
     target_token_ids: list[int] = field(default_factory=list)
     adapter_slot: int = -1  # where its LoRA adapter lies, -1 for none
+    num_top_logprobs: int | None = None  # scoring: most likely tokens to return beside each target, -1 for all
 
 
 @dataclass(slots=True)
@@ -64,14 +67,48 @@ class SchedulePlan:
 class TopLogprobs:
     """The most likely tokens at some positions, and the ranks of the tokens that really stand there.
 
-    `token_ids` [P, k] and `logprobs` [P, k], most likely first (equal ones by their id); `ranks` [P]: 1 + the number of
-    tokens with a larger logit; `chosen` [P, m]: logprobs of the ids that the request has named.
+    All of a position lies in one row of `packed`, int32 [P, 2 k + m + 1], so that to keep it is to copy bytes:
+    `token_ids` [P, k] and `logprobs` float32 [P, k], most likely first (equal ones by their id); `chosen` float32
+    [P, m], logprobs of the ids that the request has named; `ranks` [P]: 1 + the number of tokens with a larger logit.
     """
 
-    token_ids: np.ndarray  # int32
-    logprobs: np.ndarray  # float32
-    ranks: np.ndarray  # int32
-    chosen: np.ndarray  # float32
+    packed: np.ndarray
+    num_top: int  # k
+    num_chosen: int = 0  # m
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray, chosen: np.ndarray) -> TopLogprobs:
+        """From the four arrays."""
+        floats = (np.ascontiguousarray(part, np.float32).view(np.int32) for part in (logprobs, chosen))
+        parts = (np.asarray(token_ids, np.int32), *floats, np.asarray(ranks, np.int32)[:, None])
+        return cls(np.concatenate(parts, axis=1), token_ids.shape[1], chosen.shape[1])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.packed[:, : self.num_top]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return self.packed.view(np.float32)[:, self.num_top : 2 * self.num_top]
+
+    @property
+    def chosen(self) -> np.ndarray:
+        return self.packed.view(np.float32)[:, 2 * self.num_top : -1]
+
+    @property
+    def ranks(self) -> np.ndarray:
+        return self.packed[:, -1]
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, positions: slice) -> TopLogprobs:
+        return TopLogprobs(self.packed[positions], self.num_top, self.num_chosen)
+
+
+def join(parts: Sequence[TopLogprobs]) -> TopLogprobs:
+    """Consecutive positions as one."""
+    return TopLogprobs(np.concatenate([part.packed for part in parts]), parts[0].num_top, parts[0].num_chosen)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,16 @@ _RUNNING = RequestStatus.RUNNING
 class _Draws:
     """The columns of a step's result as plain lists."""
 
-    __slots__ = ("completed", "entropy", "failures", "kept_mass", "raw_logprobs", "sampled_logprobs", "token_ids")
+    __slots__ = (
+        "completed",
+        "entropy",
+        "failures",
+        "kept_mass",
+        "raw_logprobs",
+        "sampled_logprobs",
+        "token_ids",
+        "top_logprobs",
+    )
 
     def __init__(self, result: StepResult) -> None:
         self.token_ids: list[int] = result.token_ids.tolist()
@@ -33,6 +42,7 @@ class _Draws:
         self.kept_mass: list[float] = result.kept_mass.tolist()
         self.entropy: list[float] = result.entropy.tolist()
         self.completed = result.completed
+        self.top_logprobs = result.top_logprobs  # by the draw, of those that ask for it
         self.failures = result.failures
 
 
@@ -193,7 +203,7 @@ class Scheduler:
             heir = siblings[0]
             heir.siblings = siblings[1:]
             if heir.scores_prompt and leader.finish_reason is not FinishReason.ERROR:
-                heir.prompt_logprobs = leader.prompt_logprobs[:]
+                heir.share_prompt_logprobs(leader)
             self._waiting.add(heir)
 
     def schedule(self) -> SchedulePlan:
@@ -234,11 +244,9 @@ class Scheduler:
                 continue
             sequence = plan.sequences[index]
             request.num_computed_tokens = sequence.start + len(sequence.token_ids)
-            if sequence.target_token_ids:
-                scores = result.prompt_logprobs[request.request_id]
-                if not self._take_scores(request, sequence.start, scores):
-                    self._retire_in_error(request, outputs)
-                    continue
+            if sequence.target_token_ids and not self._take_scores(request, sequence.start, result):
+                self._retire_in_error(request, outputs)
+                continue
             if NOT_A_TOKEN in columns.token_ids[first:last]:
                 self.kv.withdraw(request)
             else:
@@ -259,8 +267,11 @@ class Scheduler:
         return outputs
 
     @staticmethod
-    def _take_scores(request: Request, start: int, scores: np.ndarray) -> bool:
+    def _take_scores(request: Request, start: int, result: StepResult) -> bool:
         """Appends the scores that are not known yet (after a preemption the first ones are); False if one is NaN."""
+        scores, top = result.prompt_logprobs[request.request_id], request.prompt_top_logprobs
+        if top is not None:
+            top.append(result.prompt_top_logprobs[request.request_id][len(top) - start :])
         num_known = len(request.prompt_logprobs) - start
         request.prompt_logprobs.extend(scores[num_known:].tolist())
         return not np.isnan(scores).any()
@@ -343,7 +354,7 @@ class Scheduler:
         sibling.num_computed_tokens = leader.num_computed_tokens
         sibling.num_cached_tokens = leader.num_cached_tokens
         if sibling.scores_prompt:
-            sibling.prompt_logprobs = leader.prompt_logprobs[:]
+            sibling.share_prompt_logprobs(leader)
         self._planner.start_running(sibling)
 
     def preempt_all(self) -> None:
@@ -370,9 +381,7 @@ class Scheduler:
             elif request.num_computed_tokens:  # interrupted between getting its blocks and starting to run
                 self.kv.release(request)
                 request.num_computed_tokens = 0
-            num_output = min(request.num_known_output_tokens, *map(len, request.arrays))
-            for array in request.arrays:
-                del array[num_output:]
+            request.cut_back()
         queued = [
             request
             for request in self._requests.values()
@@ -418,7 +427,7 @@ class Scheduler:
         self._preempt_all_but({request.request_id for request in kept})
         for request in self._requests.values():
             if request.num_output_tokens == 0:
-                del request.prompt_logprobs[:]
+                request.forget_prompt_logprobs()
                 if request.status is RequestStatus.PREEMPTED:
                     request.status = RequestStatus.WAITING  # as if it had just come: its prefix is looked up anew
         self.kv.set_policy_version(version)
@@ -482,6 +491,8 @@ def _take_arrays(request: Request, columns: _Draws, index: int) -> None:
     request.raw_logprobs.append(columns.raw_logprobs[index])
     request.sampled_logprobs.append(columns.sampled_logprobs[index])
     request.kept_mass.append(columns.kept_mass[index])
+    if columns.top_logprobs and request.top_logprobs is not None:
+        request.top_logprobs.append(columns.top_logprobs[index])
     request.entropy.append(columns.entropy[index])
 
 
@@ -490,6 +501,8 @@ def _copy_arrays(leader: Request, sibling: Request) -> list[int]:
     start, end = sibling.num_output_tokens, sibling.num_known_output_tokens
     if start == end:
         return []
+    if sibling.top_logprobs is not None and leader.top_logprobs is not None:
+        sibling.top_logprobs.append(leader.top_logprobs.rows(start)[: end - start])
     for own, leading in zip(sibling.arrays, leader.arrays, strict=True):
         own.extend(leading[start:end])
     return sibling.token_ids[sibling.num_prompt_tokens + start :]

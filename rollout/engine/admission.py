@@ -20,7 +20,7 @@ from rollout.outputs import RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import Request
 from rollout.sampling.noise import derive_seed
-from rollout.sampling_checks import tokens_outside
+from rollout.sampling_checks import resolve_count, tokens_outside
 from rollout.sampling_params import SamplingParams
 
 OnInvalid = Literal["raise", "return"]
@@ -60,6 +60,9 @@ class Admission:
         outside = tokens_outside(params, vocab_size)
         if outside is not None:
             return outside
+        too_many = self.too_many_logprobs(params)
+        if too_many is not None:
+            return too_many
         num_forced = len(params.forced_token_ids or ())
         if len(ids) + num_forced > limit:
             return f"the prompt's {len(ids)} tokens and {num_forced} forced ones are more than max_model_len={limit}"
@@ -69,13 +72,28 @@ class Admission:
             return problem
         return self._text.problem(params)
 
+    def _eos_of(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else self._eos_token_ids
+
     def _grammar_problem(self, params: SamplingParams) -> str | None:
         if self._detokenizer is None:
             return "structured_outputs needs a tokenizer, and the model's folder has none"
         try:
-            self._engine.check_grammar(params, frozenset() if params.ignore_eos else self._eos_token_ids)
+            self._engine.check_grammar(params, self._eos_of(params))
         except ValueError as error:
             return str(error)
+        return None
+
+    def too_many_logprobs(self, params: SamplingParams) -> str | None:
+        """Why the engine returns fewer logprobs a token than these parameters ask for, in a sentence."""
+        limit = self._engine.config.max_logprobs
+        if limit == -1:
+            return None
+        for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            asked = self._engine.vocab_size if count == -1 else count or 0
+            if asked > limit:
+                every = f", all {asked} tokens," if count == -1 else ""
+                return f"{field}={count}{every} is more than the engine's max_logprobs={limit}: configure a larger one"
         return None
 
     def admit(
@@ -133,11 +151,21 @@ class Admission:
         """The samples of one prompt, the first leading the others, all with the same `beginning` of their output.
 
         `place`: the number of the group and the first sample's place in it, for a group of several such families.
+        Raises `ValueError` for a beginning that is not of the form which the parameters ask for.
         """
+        if params.structured_outputs is not None and beginning is not None:
+            self._engine.check_grammar(params, self._eos_of(params), beginning.token_ids)
         number, first = (self.next_number(), 0) if place is None else place
         room = self._engine.max_model_len - len(prompt.token_ids)
         max_tokens = 0 if scores else room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else derive_seed(self._engine.config.seed, number)
+
+        def own_fields() -> dict[str, Any]:
+            if beginning is None:
+                return {}
+            num_top = resolve_count(params.logprobs, self._engine.vocab_size)
+            return beginning.request_fields(prompt.token_ids, params, num_top, self._engine.config.logprobs_mode)
+
         samples = [
             Request(
                 request_id=f"{number}-{first + index}",
@@ -147,16 +175,16 @@ class Admission:
                 seed=seed,
                 sample_index=params.first_sample_index + index,
                 max_tokens=max_tokens,
-                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+                eos_token_ids=self._eos_of(params),
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
                 priority=priority,
                 arrival=number,
                 cache_salt=prompt.cache_salt,
-                scores_prompt=scores,
+                scores_prompt=scores or params.prompt_logprobs is not None,
                 lora_request=None if adapter is None else adapter.request,
                 adapter_slot=-1 if adapter is None else adapter.slot,
                 adapter_key=None if adapter is None else adapter.key,
-                **({} if beginning is None else beginning.request_fields(prompt.token_ids)),
+                **own_fields(),
             )
             for index in range(params.n)
         ]
@@ -171,7 +199,10 @@ class Admission:
         """Hands requests to the engine, all or none. Those that follow none of their group lead."""
         self._engine.add(request for _, requests in families for request in _leaders(requests))
         receipt = self._engine.receipt
-        groups = [Group.of(prompt, requests, receipt, self._detokenizer, streams) for prompt, requests in families]
+        mode = self._engine.config.logprobs_mode
+        groups = [
+            Group.of(prompt, requests, receipt, self._detokenizer, mode, streams) for prompt, requests in families
+        ]
         for group in groups:
             self._delivery.groups[group.group_id] = group
         return groups

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from rollout.config import LogprobsMode
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.outputs import CompletionOutput
 from rollout.request import Request
+from rollout.sampling_params import SamplingParams
 
 COLUMNS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
@@ -29,6 +32,9 @@ class Beginning:
     parent: tuple[str, int] | None = None
     branch_position: int = 0
     forked_from: Request | None = None
+    top_logprobs: LogprobColumns | None = None  # a position a token, where they were asked for
+    chosen_token_ids: tuple[int, ...] = ()  # the named tokens of which they have the logprobs
+    logprobs_mode: LogprobsMode | None = None  # of an output; None: the engine's
 
     @classmethod
     def of_output(cls, output: CompletionOutput) -> Beginning:
@@ -46,6 +52,9 @@ class Beginning:
             num_forced_tokens=output.num_forced_tokens,
             parent=output.parent,
             branch_position=output.branch_position,
+            top_logprobs=None if output.logprobs is None else output.logprobs.columns(),
+            chosen_token_ids=() if output.logprobs is None else output.logprobs.chosen_token_ids,
+            logprobs_mode=output.logprobs_mode,
         )
 
     @classmethod
@@ -58,6 +67,8 @@ class Beginning:
             num_forced_tokens=min(request.num_forced_tokens, request.num_output_tokens),
             parent=request.parent,
             branch_position=request.branch_position,
+            top_logprobs=_leading(request.top_logprobs, request.num_output_tokens),
+            chosen_token_ids=tuple(request.params.logprob_token_ids or ()),
         )
 
     def branch(self, at: int, parent: tuple[str, int], forked_from: Request | None) -> Beginning:
@@ -70,10 +81,19 @@ class Beginning:
             parent=parent,
             branch_position=at,
             forked_from=forked_from,
+            top_logprobs=_leading(self.top_logprobs, at),
+            chosen_token_ids=self.chosen_token_ids,
+            logprobs_mode=self.logprobs_mode,
         )
 
-    def request_fields(self, prompt_token_ids: list[int]) -> dict[str, Any]:
-        """Fields of a `Request` that begins so; every call makes lists of its own."""
+    def request_fields(
+        self, prompt_token_ids: list[int], params: SamplingParams, num_top: int, mode: LogprobsMode
+    ) -> dict[str, Any]:
+        """Fields of a `Request` that begins so and goes on with `params`; every call makes lists of its own.
+
+        Raises `ValueError` where it would go on with other logprobs (of `num_top` most likely tokens, in this mode)
+        than the beginning comes with.
+        """
         return {
             "token_ids": [*prompt_token_ids, *self.token_ids],
             "policy_spans": list(self.policy_spans),
@@ -81,5 +101,33 @@ class Beginning:
             "parent": self.parent,
             "branch_position": self.branch_position,
             "forked_from": self.forked_from,
+            "top_logprobs": self._top_logprobs(params, num_top, mode),
             **{name: values[:] for name, values in zip(COLUMNS, self.columns, strict=True)},
         }
+
+    def _top_logprobs(self, params: SamplingParams, num_top: int, mode: LogprobsMode) -> LogprobColumns | None:
+        """What a request with these parameters begins with."""
+        if not params.wants_top_logprobs or not self.token_ids:
+            return None
+        if self.logprobs_mode not in (None, mode):
+            raise ValueError(
+                f"logprobs={params.logprobs} is not valid: the engine's are {mode}, and those of the first "
+                f"{len(self.token_ids)} tokens are {self.logprobs_mode}"
+            )
+        top, chosen = self.top_logprobs, tuple(params.logprob_token_ids or ())
+        if top is None or top.num_top != num_top or self.chosen_token_ids != chosen:
+            has = "none" if top is None else f"logprobs={top.num_top}, logprob_token_ids={list(self.chosen_token_ids)}"
+            raise ValueError(
+                f"logprobs={params.logprobs}, logprob_token_ids={list(chosen)} is not valid: the first "
+                f"{len(self.token_ids)} tokens, which are there already, come with {has}"
+            )
+        return top.copy()
+
+
+def _leading(columns: LogprobColumns | None, count: int) -> LogprobColumns | None:
+    """The first `count` positions."""
+    if columns is None:
+        return None
+    leading = columns.copy()
+    leading.truncate(count)
+    return leading

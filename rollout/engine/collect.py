@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rollout.config import LogprobsMode
 from rollout.engine.detokenize import Detokenizer
 from rollout.engine.sample_text import SampleText
-from rollout.outputs import CompletionOutput, Logprob, PolicyVersionSpan, RequestOutput
+from rollout.engine.token_texts import DecodedTexts
+from rollout.logprobs import TEXT_CONTEXT, PromptLogprobs, SampleLogprobs
+from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import Request
 from rollout.sampling_options import RequestOutputKind
@@ -27,6 +30,8 @@ class Group:
     detokenizer: Detokenizer | None = None
     texts: dict[str, SampleText] = field(default_factory=dict)  # by request id, of those whose text is needed early
     num_unfinished: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    prompt_logprobs: PromptLogprobs | None = None  # once all of them are known
     resumes: RequestOutput | None = None  # whose unfinished samples these are; the others stay as they are there
 
     @classmethod
@@ -36,10 +41,19 @@ class Group:
         samples: list[Request],
         receipt: Receipt | None,
         detokenizer: Detokenizer | None,
+        logprobs_mode: LogprobsMode,
         streams: bool = False,
     ) -> Group:
         """`streams`: the text is wanted while it grows."""
-        group = cls(samples[0].group_id, prompt, samples, {}, detokenizer, num_unfinished=len(samples))
+        group = cls(
+            samples[0].group_id,
+            prompt,
+            samples,
+            {},
+            detokenizer,
+            num_unfinished=len(samples),
+            logprobs_mode=logprobs_mode,
+        )
         group.note_receipt(receipt)
         params = samples[0].params
         shows_growth = streams and params.detokenize and params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -84,6 +98,8 @@ class Group:
             receipt_id=self.receipt_ids.get(max(versions)),
             receipt_ids={version: self.receipt_ids[version] for version in sorted(versions & self.receipt_ids.keys())},
             lora_request=leader.lora_request,
+            prompt_logprobs=self._prompt_logprobs(tokenizer),
+            logprobs_mode=self.logprobs_mode,
             cache_salt=leader.cache_salt,
         )
 
@@ -92,19 +108,27 @@ class Group:
     ) -> CompletionOutput:
         """A sample as it stands, from its output token `first` on; with all of its text, or with `text`."""
         sample = self.samples[index]
-        token_ids = sample.output_token_ids[first:]
+        token_ids = sample.output_token_ids
         if text is None:
             text = self._text(sample)
         raw = np.array(sample.raw_logprobs[first:], np.float32)
+        sampled = np.array(sample.sampled_logprobs[first:], np.float32)
         logprobs = None
-        if sample.params.logprobs is not None:
-            logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in zip(token_ids, raw.tolist(), strict=True)]
+        if sample.top_logprobs is not None:
+            logprobs = SampleLogprobs(
+                token_ids[first:],
+                raw if self.logprobs_mode == "raw_logprobs" else sampled,
+                sample.top_logprobs.rows(first),
+                chosen_token_ids=sample.params.logprob_token_ids or (),
+                texts=_texts(tokenizer, sample),
+                before=token_ids[max(0, first - TEXT_CONTEXT) : first],
+            )
         return CompletionOutput(
             index=index,
             text=text,
-            token_ids=token_ids,
+            token_ids=token_ids[first:],
             raw_logprobs=raw,
-            sampled_logprobs=np.array(sample.sampled_logprobs[first:], np.float32),
+            sampled_logprobs=sampled,
             kept_mass=np.array(sample.kept_mass[first:], np.float32),
             entropy=np.array(sample.entropy[first:], np.float32),
             finish_reason=None if sample.finish_reason is None else str(sample.finish_reason),
@@ -116,6 +140,7 @@ class Group:
             branch_position=sample.branch_position,
             num_forced_tokens=min(sample.num_forced_tokens, sample.num_output_tokens),
             logprobs=logprobs,
+            logprobs_mode=self.logprobs_mode,
         )
 
     def _text(self, sample: Request) -> str:
@@ -123,6 +148,36 @@ class Group:
         if growing is not None:
             return growing.text
         return "" if self.detokenizer is None else self.detokenizer.text(sample.output_token_ids, sample.params)
+
+    def _prompt_logprobs(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:
+        """Of the sample that knows most of them: one that was aborted early may have none."""
+        if self.resumes is not None and self.samples[0].params.prompt_logprobs is None:
+            return self.resumes.prompt_logprobs
+        if self.prompt_logprobs is None:
+            sample = max(self.samples, key=lambda sample: len(sample.prompt_logprobs))
+            found = prompt_logprobs_of(sample, tokenizer)
+            if found is None or len(found) < sample.num_prompt_tokens:
+                return found
+            self.prompt_logprobs = found
+        return self.prompt_logprobs
+
+
+def prompt_logprobs_of(sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:
+    """Of a request's prompt, as far as it is computed; None where they were not asked for."""
+    if sample.prompt_top_logprobs is None:
+        return None
+    top = sample.prompt_top_logprobs.rows()
+    return PromptLogprobs(
+        sample.prompt_token_ids[: len(top.ranks) + 1],
+        np.array(sample.prompt_logprobs, np.float32),
+        top,
+        texts=_texts(tokenizer, sample),
+        is_prompt=True,
+    )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase | None, sample: Request) -> DecodedTexts | None:
+    return None if tokenizer is None or not sample.params.detokenize else DecodedTexts(tokenizer)
 
 
 def is_unfinished(output: CompletionOutput) -> bool:

@@ -259,10 +259,12 @@ class EngineCore:
         """Raises `ValueError`, with the numbers, if the request can never run to its end."""
         self.scheduler.check_fits(request)
 
-    def check_grammar(self, params: SamplingParams, eos_token_ids: AbstractSet[int]) -> None:
-        """Raises `ValueError` if `structured_outputs`, or forced tokens under it, cannot be used. The model must have a
-        tokenizer."""
-        self._worker.grammars.check(params, eos_token_ids)
+    def check_grammar(
+        self, params: SamplingParams, eos_token_ids: AbstractSet[int], output: Sequence[int] = ()
+    ) -> None:
+        """Raises `ValueError` if `structured_outputs` cannot be used, or does not allow the forced tokens, or an output
+        that begins with `output`. The model must have a tokenizer."""
+        self._worker.grammars.check(params, eos_token_ids, output)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests by their own or their group's id, with the tokens they have. Unknown ids are ignored."""

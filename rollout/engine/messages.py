@@ -202,6 +202,14 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     name: str
 
 
+class TopRows(msgspec.Struct, frozen=True, array_like=True):
+    """The most likely tokens at consecutive positions, as `TopLogprobs` has them."""
+
+    num_top: int
+    num_chosen: int
+    packed: bytes  # int32 [positions, width]
+
+
 class Change(msgspec.Struct, frozen=True, array_like=True):
     """News of a request apart from its tokens: it began, goes on under another policy, or ended."""
 
@@ -211,7 +219,8 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     policy_spans: list[tuple[int, int]]
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: bytes  # float32, when it has ended
+    prompt_logprobs: bytes  # float32: all of them, once, with its first token or when it has ended
+    prompt_top_logprobs: TopRows | None = None  # with these
     beam_result: BeamResult | None = None  # of a beam search that has ended
 
 
@@ -223,6 +232,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     token_ids: bytes  # int32 [tokens]
     columns: bytes  # float32 [4, tokens]: raw and sampled logprobs, kept mass, entropy
     changes: list[Change]
+    top_logprobs: dict[int, TopRows] = msgspec.field(default_factory=dict)  # by the update, of those that ask
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag="step_failed"):

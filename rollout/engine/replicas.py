@@ -189,9 +189,11 @@ class EngineReplicas:
         check_fits(request, self._limits)
         pack_processors(request.params)
 
-    def check_grammar(self, params: SamplingParams, eos_token_ids: AbstractSet[int]) -> None:
+    def check_grammar(
+        self, params: SamplingParams, eos_token_ids: AbstractSet[int], output: Sequence[int] = ()
+    ) -> None:
         """Compiled here too, so that what is wrong is said before any rank hears of it. See `EngineCore`."""
-        self._grammars.check(params, eos_token_ids)
+        self._grammars.check(params, eos_token_ids, output)
 
     @cached_property
     def _grammars(self) -> Grammars:

@@ -68,6 +68,8 @@ def _requests(
         try:
             beginning = _beginning(sample, params)
             own = replace(params, n=1, seed=sample.seed, first_sample_index=sample.sample_index)
+            if len(output.prompt_logprobs or ()) == len(prompt.token_ids):
+                own = replace(own, prompt_logprobs=None)  # they are there already
             place = (number, len(requests))
             (request,) = admission.make_requests(prompt, own, priority, adapter, beginning=beginning, place=place)
             if request.num_output_tokens >= request.max_tokens:

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.engine.core import Update
 from rollout.engine.importable import pickle_for_workers
-from rollout.engine.messages import Change, Family, Sample, StepOutputs
+from rollout.engine.messages import Change, Family, Sample, StepOutputs, TopRows
 from rollout.request import FinishReason, Request, RequestStatus
 from rollout.sampling_params import SamplingParams
 
@@ -95,6 +96,7 @@ def unpack_family(family: Family, params: SamplingParams, forked_from: Request |
     prompt = np.frombuffer(family.prompt_token_ids, np.int32).tolist()
     output = np.frombuffer(family.output_token_ids, np.int32).tolist()
     zeros = bytes(4 * len(output))
+    asks = params.wants_top_logprobs and family.beam_options is None
     requests = [
         Request(
             request_id=sample.request_id,
@@ -116,6 +118,7 @@ def unpack_family(family: Family, params: SamplingParams, forked_from: Request |
             sampled_logprobs=array("f", zeros),
             kept_mass=array("f", zeros),
             entropy=array("f", zeros),
+            top_logprobs=LogprobColumns(num_skipped=len(output)) if asks else None,
             policy_spans=list(family.policy_spans),
             branch_position=family.branch_position,
             forked_from=forked_from,
@@ -133,6 +136,7 @@ class Reporter:
         self._handles: dict[str, int] = {}  # request id -> handle
         self._requests: dict[int, Request] = {}
         self._num_spans: dict[int, int] = {}  # handle -> policy spans that were told, once it has begun
+        self._scores_told: set[int] = set()  # handles whose prompt's logprobs were told
 
     def add(self, handle: int, request: Request) -> None:
         self._handles[request.request_id] = handle
@@ -147,6 +151,7 @@ class Reporter:
         handle = self._handles.pop(request.request_id)
         del self._requests[handle]
         self._num_spans.pop(handle, None)
+        self._scores_told.discard(handle)
 
     def outputs(self, updates: Iterable[Update]) -> StepOutputs | None:
         """The message of these updates, or None where they are of requests that nobody wants to hear of."""
@@ -165,6 +170,11 @@ class Reporter:
             token_ids=np.array([token_id for _, token_ids in known for token_id in token_ids], np.int32).tobytes(),
             columns=columns.tobytes(),
             changes=list(self._changes(known, handles)),
+            top_logprobs={
+                index: _pack_top(request.top_logprobs, len(request.top_logprobs) - len(token_ids))
+                for index, (request, token_ids) in enumerate(known)
+                if request.top_logprobs is not None and token_ids
+            },
         )
 
     def _changes(self, updates: Sequence[Update], handles: Sequence[int]) -> Iterator[Change]:
@@ -173,6 +183,9 @@ class Reporter:
             if not request.is_finished and self._num_spans.get(handle) == num_spans:
                 continue
             self._num_spans[handle] = num_spans
+            tells_scores = handle not in self._scores_told
+            self._scores_told.add(handle)
+            prompt_top = request.prompt_top_logprobs
             yield Change(
                 index=index,
                 num_cached_tokens=request.num_cached_tokens,
@@ -180,7 +193,8 @@ class Reporter:
                 policy_spans=request.policy_spans,
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
-                prompt_logprobs=request.prompt_logprobs.tobytes() if request.is_finished else b"",
+                prompt_logprobs=request.prompt_logprobs.tobytes() if tells_scores else b"",
+                prompt_top_logprobs=_pack_top(prompt_top) if tells_scores and prompt_top is not None else None,
                 beam_result=request.beam_result,
             )
             if request.is_finished:
@@ -208,6 +222,8 @@ def apply(message: StepOutputs, requests: Mapping[int, Request]) -> Iterator[Upd
         request.token_ids[known : known + len(new)] = new
         for column, values in zip(_COLUMNS, columns[:, start:end], strict=True):
             column(request).frombytes(values.tobytes())
+        if index in message.top_logprobs and request.top_logprobs is not None:
+            _unpack_top(message.top_logprobs[index], request.top_logprobs)
         if index in changes:
             _apply_change(request, changes[index])
         yield request, new
@@ -217,9 +233,20 @@ def _apply_change(request: Request, change: Change) -> None:
     request.num_cached_tokens = change.num_cached_tokens
     request.policy_version = change.policy_version
     request.policy_spans = change.policy_spans
+    request.prompt_logprobs.frombytes(change.prompt_logprobs)
+    if change.prompt_top_logprobs is not None and request.prompt_top_logprobs is not None:
+        _unpack_top(change.prompt_top_logprobs, request.prompt_top_logprobs)
     if change.finish_reason is not None:
         request.beam_result = change.beam_result
-        request.prompt_logprobs.frombytes(change.prompt_logprobs)
         request.finish_reason = FinishReason(change.finish_reason)
         request.stop_reason = change.stop_reason
         request.status = RequestStatus.FINISHED
+
+
+def _pack_top(columns: LogprobColumns, first: int = 0) -> TopRows:
+    return TopRows(columns.num_top, columns.num_chosen, columns.packed_rows(first).tobytes())
+
+
+def _unpack_top(rows: TopRows, columns: LogprobColumns) -> None:
+    columns.num_top, columns.num_chosen = rows.num_top, rows.num_chosen
+    columns.packed.frombytes(rows.packed)

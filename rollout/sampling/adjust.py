@@ -19,6 +19,7 @@ from rollout.sampling.bad_words import BadWords, Tail
 from rollout.sampling.masks import allows, mask_of
 from rollout.sampling.penalties import TokenCounts, penalty_arrays
 from rollout.sampling.processors import process
+from rollout.sampling.rows import copy_rows
 from rollout.sampling.thinking import ReasoningMarks, ThinkingBudget, find_marks
 from rollout.sampling.vocabulary import Vocabulary
 from rollout.sampling_params import SamplingParams
@@ -43,7 +44,9 @@ class Tables:
     """What a request's parameters say, made once for all its draws."""
 
     params: SamplingParams  # held, so that no other object gets its address
+    has_penalty: bool
     changes_row: bool
+    has_mask: bool
     bias: tuple[np.ndarray, np.ndarray] | None  # token ids int64, values float32
     allowed: np.ndarray | None  # mask
     bad_words: BadWords | None
@@ -94,7 +97,9 @@ class Adjuster:
         changing = [place for place in places if tables[place].changes_row]
         if changing:
             self._adjust_rows(adjustment, logits, draws, rows, changing, tables, inputs)
-        self._make_masks(adjustment, draws, tables, grammar_masks or {})
+        masking = {place: table for place, table in tables.items() if table.has_mask}
+        if masking:
+            self._make_masks(adjustment, draws, masking, grammar_masks or {})
         return adjustment
 
     def _tables_of(self, draw: Draw) -> Tables:
@@ -117,8 +122,17 @@ class Adjuster:
             )
         allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
         words = self._find_bad_words(params) if params.bad_words else None
-        changes_row = params.has_penalty or bias is not None or params.logits_processors is not None
-        return Tables(params, changes_row, bias, allowed, words)
+        has_penalty = params.has_penalty
+        structured, budget = params.structured_outputs, params.thinking_token_budget
+        return Tables(
+            params=params,
+            has_penalty=has_penalty,
+            changes_row=has_penalty or bias is not None or params.logits_processors is not None,
+            has_mask=any(part is not None for part in (allowed, words, structured, budget)),
+            bias=bias,
+            allowed=allowed,
+            bad_words=words,
+        )
 
     def _find_bad_words(self, params: SamplingParams) -> BadWords:
         key = (tuple(params.bad_words or ()), params.skip_special_tokens)
@@ -181,7 +195,7 @@ class Adjuster:
         counted = [
             (row, *_counts(draws[place]), draws[place].params)
             for row, place in enumerate(distinct)
-            if draws[place].params.has_penalty
+            if tables[place].has_penalty
         ]
         biased = [(row, bias) for row, place in enumerate(distinct) if (bias := tables[place].bias) is not None]
         arrays = [np.array([rows[place] for place in distinct], np.int64)]
@@ -191,15 +205,15 @@ class Adjuster:
             arrays.append(np.concatenate([ids + row * vocab_size for row, (ids, _) in biased]))
             arrays.append(np.concatenate([values for _, (_, values) in biased]))
         sources, *sent = inputs.send(arrays)
-        adjusted = logits.index_select(0, sources)
+        adjusted = copy_rows(logits, sources)
         flat = adjusted.view(-1)
         if counted:
             at, factors, less = sent[:3]
-            values = flat[at]
-            flat[at] = torch.where(values > 0, values / factors, values * factors) - less
+            values = flat.gather(0, at)
+            flat.scatter_(0, at, torch.where(values > 0, values / factors, values * factors) - less)
         if biased:
             at, more = sent[-2:]
-            flat[at] = flat[at] + more
+            flat.scatter_(0, at, flat.gather(0, at) + more)
         return adjusted
 
     def _make_masks(

@@ -102,22 +102,21 @@ class Grammars:
         self._executor = LLExecutor(num_threads)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
-    def check(self, params: SamplingParams, eos_token_ids: Set[int]) -> None:
-        """Compiles the grammar. Raises `ValueError` where it, or the forced tokens under it, cannot be used."""
+    def check(self, params: SamplingParams, eos_token_ids: Set[int], output: Sequence[int] = ()) -> None:
+        """Compiles the grammar. Raises `ValueError` where it cannot be used, or does not allow forced tokens, or an
+        output that begins with the tokens `output` and goes on."""
         structured = params.structured_outputs
         assert structured is not None
-        matcher = self._prototype(structured).deep_copy()
         ends = eos_token_ids | set(params.stop_token_ids or ())
-        last = len(params.forced_token_ids or ()) - 1
-        for number, token_id in enumerate(params.forced_token_ids or ()):
-            is_end = token_id in ends
-            if (is_end and number == last and matcher.is_accepting()) or (
-                not is_end and matcher.consume_token(token_id)
-            ):
-                continue
+        prototype, kind = self._prototype(structured), f"structured_outputs.{kind_of(structured)}"
+        refused = _first_refused(prototype, output, ends)
+        if refused is not None:
+            raise ValueError(f"output token {refused} is {output[refused]}, which {kind} does not allow there")
+        forced = params.forced_token_ids or ()
+        refused = _first_refused(prototype, forced, ends, may_end=True)
+        if refused is not None:
             raise ValueError(
-                f"forced_token_ids[{number}]={token_id} is not valid: structured_outputs.{kind_of(structured)} does "
-                "not allow it there"
+                f"forced_token_ids[{refused}]={forced[refused]} is not valid: {kind} does not allow it there"
             )
 
     def begin(self, draws: Sequence[Draw]) -> PendingMasks | None:
@@ -236,6 +235,20 @@ class Grammars:
             complete = not self._within_vocabulary(words).any()
         place.matcher.rollback(1)
         return complete
+
+
+def _first_refused(prototype: LLMatcher, token_ids: Sequence[int], ends: Set[int], may_end: bool = False) -> int | None:
+    """The first of an output's tokens that a grammar does not allow, by its index. `may_end`: the last one may be an id
+    that ends, where the grammar may end."""
+    matcher = prototype.deep_copy()
+    for index, token_id in enumerate(token_ids):
+        if token_id in ends:
+            is_allowed = may_end and index == len(token_ids) - 1 and matcher.is_accepting()
+        else:
+            is_allowed = matcher.consume_token(token_id)
+        if not is_allowed:
+            return index
+    return None
 
 
 def _state(draw: Draw) -> SampleState:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rollout.core.schedule import Draw
+from rollout.sampling.rows import copy_rows, put_rows
 
 Processor = Callable[..., Any]
 
@@ -57,7 +58,8 @@ def _calls(draws: Sequence[Draw], place: int, failures: dict[int, str]) -> Itera
 
 def _call(processor: Processor, logits: torch.Tensor, draws: Sequence[Draw], rows: list[int]) -> str | None:
     """Puts rows through one processor. Returns what went wrong; the rows are then as they were."""
-    given = logits[rows]  # a copy
+    places = torch.tensor(rows, device=logits.device)
+    given = copy_rows(logits, places)
     try:
         result = _of_transformers(processor, given, draws) if _is_of_transformers(processor) else None
         if result is None:
@@ -70,7 +72,7 @@ def _call(processor: Processor, logits: torch.Tensor, draws: Sequence[Draw], row
     got = (result.shape, result.dtype, result.device)
     if got != wanted:
         return f"logits processor {_name(processor)} returned {_kind(*got)} instead of {_kind(*wanted)}"
-    logits[rows] = result
+    put_rows(logits, places, result.detach())
     return None
 
 

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 import rollout_kernels
-from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult
+from rollout.config import LogprobsMode
+from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan, StepResult, TopLogprobs, join
 from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars, PendingMasks
 from rollout.sampling.sampler import sample_rows
+from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -36,6 +38,7 @@ class Runner:
     decode_programs: DecodePrograms | None = None  # None: every step runs through the model's Python
     decode_graphs: DecodeGraphs | None = None  # the same for Triton's kernels; at most one of the two
     inputs: StepInputs = field(default_factory=DirectInputs)
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the most likely tokens beside the drawn ones are of
     adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
     grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
 
@@ -179,6 +182,9 @@ class Runner:
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )
         result = StepResult(token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy)
+        result.top_logprobs = top_logprobs_of_draws(
+            logits, draws, rows, sampled, token_ids, adjustment, self.logprobs_mode, self.inputs
+        )
         if NOT_A_TOKEN in token_ids:
             result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
         return result
@@ -189,12 +195,20 @@ class Runner:
             if not targets:
                 continue
             first = int(ends[index]) - len(sequence.token_ids)
-            scores = np.empty(len(targets), np.float32)
+            scores: list[np.ndarray] = []
+            top: list[TopLogprobs] = []
             for start in range(0, len(targets), _SCORE_ROWS):
                 (ids,) = self.inputs.send([np.array(targets[start : start + _SCORE_ROWS], np.int64)])
                 logits = self.model.compute_logits(hidden[first + start : first + start + len(ids)])
-                scores[start : start + len(ids)] = rollout_kernels.token_logprobs(logits, ids).cpu().numpy()
-            result.prompt_logprobs[sequence.request_id] = scores
+                if sequence.num_top_logprobs is None:
+                    scores.append(rollout_kernels.token_logprobs(logits, ids).cpu().numpy())
+                else:
+                    most_likely, logprobs = top_logprobs_of_targets(logits, ids, sequence.num_top_logprobs)
+                    top.append(most_likely)
+                    scores.append(logprobs)
+            result.prompt_logprobs[sequence.request_id] = np.concatenate(scores)
+            if top:
+                result.prompt_top_logprobs[sequence.request_id] = join(top)
 
 
 def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:

@@ -98,7 +98,14 @@ class Worker:
             self.model.shape.vocab_size, lambda: self.tokenizer, config.reasoning_start, config.reasoning_end
         )
         self.runner = Runner(
-            self.model, [], [], config.block_size, inputs=inputs, adjuster=adjuster, grammars=lambda: self.grammars
+            self.model,
+            [],
+            [],
+            config.block_size,
+            inputs=inputs,
+            logprobs_mode=config.logprobs_mode,
+            adjuster=adjuster,
+            grammars=lambda: self.grammars,
         )
         self.pool = self._size_pool()
         self._allocate_pool()

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rollout.core.schedule import join
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import FinishReason, Request
 from tests.support.core_requests import continue_from, make_family
-from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob
+from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob, fake_top_logprobs
 
 MAX_MODEL_LEN = 40
 VOCAB = 5
@@ -52,6 +53,8 @@ class Wish:
     ends: tuple[int, ...]
     cache_salt: str | None
     scores_prompt: bool
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     forced: tuple[int, ...] = ()
 
     def family(self, name: str, arrival: int) -> list[Request]:
@@ -69,6 +72,8 @@ class Wish:
             stop_token_ids=frozenset(self.ends[1:]),
             cache_salt=self.cache_salt,
             scores_prompt=self.scores_prompt or self.max_tokens == 0,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if self.scores_prompt else None,
         )
 
 
@@ -90,6 +95,8 @@ def wishes(draw: st.DrawFn) -> Wish:
         cache_salt=draw(st.sampled_from([None, None, "salt"])),
         scores_prompt=draw(st.booleans()),
         forced=tuple(draw(st.lists(st.integers(0, VOCAB - 1), min_size=num_forced, max_size=num_forced))),
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, 0, 2])),
     )
 
 
@@ -105,6 +112,26 @@ def check_tokens(request: Request, complete: bool = True) -> None:
     if request.scores_prompt and (complete or output):
         scores = [fake_logprob(tuple(tokens[:end]), tokens[end]) for end in range(1, start)]
         assert np.asarray(request.prompt_logprobs).tolist() == scores
+    check_top_logprobs(request, complete)
+
+
+def check_top_logprobs(request: Request, complete: bool) -> None:
+    """Of each token whose neighbours were asked for there is one row: that of its prefix, wherever it was computed."""
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    start, params = request.num_prompt_tokens, request.params
+    parts = [(request.top_logprobs, params.logprobs, params.logprob_token_ids or (), range(start, len(tokens)))]
+    if request.scores_prompt and (complete or len(tokens) > start):
+        parts.append((request.prompt_top_logprobs, params.prompt_logprobs, (), range(1, start)))
+    for columns, num_top, chosen, places in parts:
+        assert (columns is None) == (num_top is None)
+        if columns is None or num_top is None:
+            continue
+        assert len(columns) == len(places) and len(columns.packed) == len(places) * columns.width
+        if places:
+            found = columns.rows()
+            expected = join([fake_top_logprobs(tuple(tokens[:end]), tokens[end], num_top, chosen) for end in places])
+            assert (found.num_top, found.num_chosen) == (num_top, len(chosen))
+            np.testing.assert_array_equal(found.packed, expected.packed)
 
 
 def run_all(config: SchedulerConfig, wanted: list[Wish]) -> tuple[FakeRunner, list[Request]]:
@@ -135,7 +162,7 @@ def test_tokens_do_not_depend_on_the_scheduler(config: SchedulerConfig, wanted: 
 
 def test_a_small_pool_preempts_often_and_changes_nothing():
     # case SC-01
-    wish = Wish((0, 1, 2, 3, 0, 1), 4, 30, 0, 0, 0, (), None, False)
+    wish = Wish((0, 1, 2, 3, 0, 1), 4, 30, 0, 0, 0, (), None, True, 3, 2)
     for caching, num_host_blocks in itertools.product([True, False], [0, 12]):
         mode = "swap" if num_host_blocks else "recompute"
         config = SchedulerConfig(8, 16, MAX_MODEL_LEN, 4, 12, num_host_blocks, caching, "fcfs", mode)

@@ -33,9 +33,10 @@ def collections() -> Iterator[list[int]]:
     gc.callbacks.remove(note)
 
 
-def test_the_collector_does_not_run_while_samples_grow(llm: LLM, collections: list[int]) -> None:
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_the_collector_does_not_run_while_samples_grow(logprobs: int | None, llm: LLM, collections: list[int]) -> None:
     """200 samples in flight: objects of a step alone would have it run in every one."""
-    params = SamplingParams(n=8, max_tokens=40, seed=1, ignore_eos=True)
+    params = SamplingParams(n=8, max_tokens=40, seed=1, ignore_eos=True, logprobs=logprobs)
     llm.enqueue([[5 + index] for index in range(25)], params)
     llm.step()
     gc.collect()
@@ -50,19 +51,22 @@ def test_the_collector_does_not_run_while_samples_grow(llm: LLM, collections: li
     assert 2 not in collections
 
 
-def tracked_after(llm: LLM, num_tokens: int) -> tuple[int, list[RequestOutput]]:
+def tracked_after(llm: LLM, num_tokens: int, logprobs: int | None) -> tuple[int, list[RequestOutput]]:
     """Objects that the collector knows, once outputs of so many tokens are there."""
-    params = SamplingParams(n=4, max_tokens=num_tokens, seed=1, ignore_eos=True)
+    params = SamplingParams(
+        n=4, max_tokens=num_tokens, seed=1, ignore_eos=True, logprobs=logprobs, prompt_logprobs=logprobs
+    )
     outputs = llm.generate([[5, 6], [7, 8]], params)
     gc.collect()
     return len(gc.get_objects()), outputs
 
 
-def test_outputs_hold_no_object_for_each_token(llm: LLM) -> None:
-    tracked_after(llm, 200)  # what is made once
-    few, short = tracked_after(llm, 10)
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_outputs_hold_no_object_for_each_token(logprobs: int | None, llm: LLM) -> None:
+    tracked_after(llm, 200, logprobs)  # what is made once
+    few, short = tracked_after(llm, 10, logprobs)
     del short
-    many, long = tracked_after(llm, 200)
+    many, long = tracked_after(llm, 200, logprobs)
     assert len(long[0].outputs[0].token_ids) == 200
     assert many - few < 100  # there are 1,520 tokens more
 

@@ -10,8 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from rollout import LLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams, generate_sessions
+from rollout import (
+    LLM,
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    generate_sessions,
+)
 from rollout.core.beam import BeamOptions
 from rollout.engine.transfer import Unpacker, pack_family
 from rollout.errors import EngineAsleepError, EngineClosedError
@@ -25,6 +35,7 @@ from tests.support.extension import (
     torch_threads,
     unpicklable_result,
 )
+from tests.support.logits_processors import Favour
 from tests.support.policies import InFlight, assert_is_beginning, assert_same_samples, random_prompt, slow_steps
 from tests.support.processes import is_running
 from tests.support.tiny import make_tiny_llama
@@ -123,13 +134,43 @@ def test_searches_are_those_of_one_engine(engines: Engines) -> None:
     [
         SamplingParams(n=4, max_tokens=40, seed=11),
         SamplingParams(n=3, max_tokens=60, stop=["e", "ab"], temperature=1.5, top_p=0.9, seed=3, logprobs=0),
-        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[7, 9], min_tokens=3),
+        SamplingParams(temperature=0, max_tokens=20, seed=1, stop_token_ids=[7, 9], min_tokens=3),
+        SamplingParams(
+            n=2,
+            max_tokens=30,
+            seed=4,
+            frequency_penalty=0.4,
+            repetition_penalty=1.2,
+            logit_bias={9: 2.0},
+            allowed_token_ids=range(3, 120),
+            bad_words=["a", "he"],
+            thinking_token_budget=7,
+            repetition_detection=RepetitionDetectionParams(3, 1, 3),
+            logits_processors=[Favour(5, 1.5), RepetitionPenaltyLogitsProcessor(1.1)],
+        ),
+        SamplingParams(n=2, max_tokens=30, seed=4, ignore_eos=True, logits_processors=Favour(5, 1.5, limit=4)),  # type: ignore[arg-type]
+        SamplingParams(
+            n=2,
+            max_tokens=30,
+            seed=4,
+            structured_outputs=StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", 7, None]}}),
+        ),
+        SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
     ],
-    ids=["samples", "stop strings", "greedy"],
+    ids=["samples", "stop strings", "greedy", "adjusted logits", "processor that fails", "schema", "choice"],
 )
 def test_outputs_are_those_of_one_engine_bit_for_bit(engines: Engines, params: SamplingParams) -> None:
     assert_same_outputs(engines.one.generate(PROMPTS, params), engines.two.generate(PROMPTS, params))
     assert engines.two.num_unfinished == 0
+
+
+def test_a_bad_schema_is_refused_before_any_rank_hears_of_it(engines: Engines) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nope"}))
+    with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs.json=.*Invalid type: nope"):
+        engines.two.generate(PROMPTS[:2], [SamplingParams(), bad])
+    assert engines.two.num_unfinished == 0
+    outputs = engines.two.generate(PROMPTS[:2], [SamplingParams(max_tokens=3), bad], on_invalid="return")
+    assert outputs[0].error is None and "Invalid type" in (outputs[1].error or "")
 
 
 def test_streams_join_to_the_outputs_of_one_engine(engines: Engines) -> None:
@@ -452,6 +493,10 @@ def test_what_cannot_be_sent_is_refused_here(engines: Engines) -> None:
         engines.two.collective_rpc(lambda worker: worker.rank)
     with pytest.raises(TypeError, match="cannot pickle"):
         engines.two.collective_rpc(unpicklable_result)
+    mixed = [SamplingParams(), SamplingParams(logits_processors=[lambda logits, batch: logits])]
+    with pytest.raises(ValueError, match=r"prompts\[1\]: logits_processors cannot be sent to a worker process"):
+        engines.two.generate(PROMPTS[:2], mixed)
+    assert engines.two.num_unfinished == 0
 
 
 def test_a_request_is_sent_whole() -> None:
@@ -480,6 +525,7 @@ def test_a_request_is_sent_whole() -> None:
     state = {"rank", "token_ids", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "status", "siblings"}
     state |= {"finish_reason", "stop_reason", "policy_version", "policy_spans", "raw_logprobs", "sampled_logprobs"}
     state |= {"kept_mass", "entropy", "prompt_logprobs", "sample_state", "num_forced_tokens", "beam_result"}
+    state |= {"top_logprobs", "prompt_top_logprobs"}
     state |= {"parent", "forked_from"}  # of no use to a worker, and named by its handle
     refused = {"lora_request", "adapter_slot", "adapter_key"}
     assert Unpacker().requests(pack_family(leader, [4, 5], 3), parent := Request(**given))[0].forked_from is parent

@@ -309,6 +309,28 @@ def test_forced_tokens_under_a_grammar_are_scored_under_its_masks(llm: LLM) -> N
         llm.generate(PROMPT, replace(free, forced_token_ids=[z]))
 
 
+def test_resumed_samples_and_forks_go_on_in_their_grammar(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=6, max_tokens=30, structured_outputs=FORMS["json"][0])
+    expected = llm.generate(PROMPT, params)[0].outputs
+    for num_steps in (1, 6, 12):
+        ids = llm.enqueue(PROMPT, params)
+        for _ in range(num_steps):
+            llm.step()
+        llm.abort(ids)
+        (part,) = llm.wait_for_completion()
+        for one, other in zip(llm.resume(part, params)[0].outputs, expected, strict=True):
+            assert_same(one, other)
+        other_form = replace(params, structured_outputs=StructuredOutputsParams(regex="-+"))
+        with pytest.raises(ValueError, match=r"output token 0 is .*structured_outputs.regex does not allow"):
+            llm.resume(part, other_form)
+    (whole,) = llm.generate(PROMPT, params)
+    llm.fork(whole, at=5, n=4, sampling_params=replace(params, n=1, max_tokens=80))
+    (branches,) = llm.wait_for_completion()
+    for branch in branches.outputs:
+        assert branch.token_ids[:5] == expected[0].token_ids[:5]
+        assert branch.finish_reason == "stop" and is_a_pet(text_of(llm, branch.token_ids[:-1]))
+
+
 def assert_same(one: CompletionOutput, other: CompletionOutput) -> None:
     assert (one.token_ids, one.finish_reason, one.stop_reason) == (
         other.token_ids,

@@ -353,6 +353,8 @@ def test_options_that_a_form_does_not_use_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="structured_outputs"):
             StructuredOutputsParams(**fields)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="thinking_token_budget=5 is not valid: .*structured_outputs"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), thinking_token_budget=5)
 
 
 def test_forced_tokens_must_be_what_the_grammar_allows(grammars: Grammars, pieces: dict[int, bytes]) -> None:
@@ -376,6 +378,18 @@ def test_forced_tokens_must_be_what_the_grammar_allows(grammars: Grammars, piece
         else:
             with pytest.raises(ValueError, match=rf"forced_token_ids\[{bad}\]=.*structured_outputs.regex"):
                 grammars.check(params, {EOS})
+
+
+def test_an_output_that_goes_on_must_begin_as_the_grammar_says(grammars: Grammars, pieces: dict[int, bytes]) -> None:
+    ids = {piece: token_id for token_id, piece in pieces.items()}
+    a, b = ids[b"a"], ids[b"b"]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="ab*"), stop_token_ids=[9])
+    for output, bad in [([], None), ([a], None), ([a, b, b], None), ([b], 0), ([a, EOS], 1), ([a, b, 9], 2)]:
+        if bad is None:
+            grammars.check(params, {EOS}, output)
+        else:
+            with pytest.raises(ValueError, match=rf"output token {bad} is .*structured_outputs.regex"):
+                grammars.check(params, {EOS}, output)
 
 
 def test_white_space_between_parts_of_json_is_bounded_by_default(grammars: Grammars, pieces: dict[int, bytes]) -> None:

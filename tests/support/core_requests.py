@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout.core.logprob_columns import LogprobColumns
 from rollout.core.schedule import SchedulePlan, StepResult
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import Request
@@ -25,10 +26,20 @@ def make_family(
     seed: int = 0,
     min_tokens: int = 0,
     forced: Sequence[int] | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     **fields: Any,
 ) -> list[Request]:
     """The `n` requests `name/0`, `name/1`, … of group `name`; the first leads the others."""
-    params = SamplingParams(n=n, max_tokens=max(max_tokens, 1), min_tokens=min_tokens, forced_token_ids=forced)
+    params = SamplingParams(
+        n=n,
+        max_tokens=max(max_tokens, 1),
+        min_tokens=min_tokens,
+        forced_token_ids=forced,
+        logprobs=logprobs,
+        logprob_token_ids=None if logprobs is None else [0] * (logprobs % 2),
+        prompt_logprobs=prompt_logprobs,
+    )
     family = [
         Request(
             request_id=f"{name}/{index}",
@@ -62,6 +73,7 @@ def continue_from(parent: Request, name: str, at: int, sample_indices: Sequence[
             token_ids=parent.token_ids[: start + at],
             sample_index=index,
             policy_spans=[span for span in parent.policy_spans if span[1] < at],
+            top_logprobs=_leading(parent.top_logprobs, at),
             **{array: getattr(parent, array)[:at] for array in ARRAYS},
             **{field: getattr(parent, field) for field in INHERITED} | fields,
         )
@@ -69,6 +81,13 @@ def continue_from(parent: Request, name: str, at: int, sample_indices: Sequence[
     ]
     family[0].siblings = family[1:]
     return family
+
+
+def _leading(columns: LogprobColumns | None, at: int) -> LogprobColumns | None:
+    if columns is not None:
+        columns = columns.copy()
+        columns.truncate(at)
+    return columns
 
 
 def make_scheduler(**changes: Any) -> Scheduler:

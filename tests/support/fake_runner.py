@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.core.beam import num_candidates
 from rollout.core.prefix_cache import chained_hash, root_hash
-from rollout.core.schedule import Draw, SchedulePlan, StepResult, TopLogprobs
+from rollout.core.schedule import Draw, SchedulePlan, StepResult, TopLogprobs, join
 from rollout.core.scheduler import Scheduler
 from rollout.request import Request
 
@@ -47,6 +47,17 @@ def next_token(prefix: Prefix, seed: int, sample_index: int, vocab: int, banned:
 def fake_logprob(prefix: Prefix, token_id: int) -> float:
     """A float32 value that belongs to one token after one prefix."""
     return float(np.float32(-(_number("logprob", prefix, token_id) % 9973) / 1000))
+
+
+def fake_top_logprobs(prefix: Prefix, token_id: int, num_top: int, chosen: Sequence[int] = ()) -> TopLogprobs:
+    """Values that belong to one token, and to what else was asked for, after one prefix."""
+    top = [_number("top", prefix, place) % 1000 for place in range(num_top)]
+    return TopLogprobs.of(
+        token_ids=np.array([top], dtype=np.int32),
+        logprobs=np.array([[fake_logprob(prefix, other) for other in top]], dtype=np.float32),
+        ranks=np.array([1 + _number("rank", prefix, token_id) % 1000], dtype=np.int32),
+        chosen=np.array([[fake_logprob(prefix, other) for other in chosen]], dtype=np.float32),
+    )
 
 
 def expected_output(request: Request, vocab: int, max_model_len: int) -> list[int]:
@@ -177,7 +188,8 @@ class FakeRunner:
 
     def _draw(self, plan: SchedulePlan, prefixes: list[Prefix]) -> StepResult:
         rows: list[tuple[int, float]] = []
-        for draw in plan.draws:
+        top: dict[int, TopLogprobs] = {}
+        for index, draw in enumerate(plan.draws):
             sequence, whole = plan.sequences[draw.sequence_index], prefixes[draw.sequence_index]
             assert -1 <= draw.row < len(sequence.token_ids)
             prefix = whole if draw.row == -1 else whole[: sequence.start + draw.row + 1]
@@ -189,7 +201,14 @@ class FakeRunner:
             token_id = draw.forced_token_id if draw.forced_token_id >= 0 else token_id
             assert whole[draw.position :][:1] in ((), (token_id,)), "a known token is drawn, and not forced"
             rows.append((token_id, fake_logprob(prefix, token_id)))
+            asked, request = draw.params, self.requests[draw.request_id]
+            if request.beam_options is not None:
+                top[index] = self._most_likely(request, prefix)
+            elif asked.wants_top_logprobs:
+                chosen = asked.logprob_token_ids or ()
+                top[index] = fake_top_logprobs(prefix, token_id, asked.logprobs or 0, chosen)
         scores: dict[str, np.ndarray] = {}
+        prompt_top: dict[str, TopLogprobs] = {}
         for sequence, prefix in zip(plan.sequences, prefixes, strict=True):
             if sequence.target_token_ids:
                 values = [
@@ -197,6 +216,13 @@ class FakeRunner:
                     for offset, target in enumerate(sequence.target_token_ids)
                 ]
                 scores[sequence.request_id] = np.array(values, dtype=np.float32)
+                if sequence.num_top_logprobs is not None:
+                    prompt_top[sequence.request_id] = join(
+                        [
+                            fake_top_logprobs(prefix[: sequence.start + offset + 1], target, sequence.num_top_logprobs)
+                            for offset, target in enumerate(sequence.target_token_ids)
+                        ]
+                    )
         logprobs = np.array([logprob for _, logprob in rows], dtype=np.float32)
         return StepResult(
             token_ids=np.array([token_id for token_id, _ in rows], dtype=np.int64),
@@ -205,18 +231,15 @@ class FakeRunner:
             kept_mass=logprobs * np.float32(3),
             entropy=logprobs * np.float32(4),
             prompt_logprobs=scores,
-            top_logprobs={
-                index: self._most_likely(self.requests[draw.request_id], prefixes[draw.sequence_index])
-                for index, draw in enumerate(plan.draws)
-                if self.requests[draw.request_id].beam_options is not None
-            },
+            top_logprobs=top,
+            prompt_top_logprobs=prompt_top,
         )
 
     def _most_likely(self, beam: Request, prefix: Prefix) -> TopLogprobs:
         assert beam.beam_options is not None
         ranked = sorted((-fake_logprob(prefix, token_id), token_id) for token_id in range(self.vocab))
         ranked = ranked[: num_candidates(beam.beam_options.width, len(beam.eos_token_ids))]
-        return TopLogprobs(
+        return TopLogprobs.of(
             token_ids=np.array([[token_id for _, token_id in ranked]], dtype=np.int32),
             logprobs=np.array([[-value for value, _ in ranked]], dtype=np.float32),
             ranks=np.ones(1, dtype=np.int32),

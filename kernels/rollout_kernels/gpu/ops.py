@@ -21,6 +21,7 @@ from rollout_kernels.gpu.noise import noise_bits
 from rollout_kernels.gpu.norm import rms_norm, rms_norm_backward
 from rollout_kernels.gpu.rotary import rotate_
 from rollout_kernels.gpu.sampling import sample
+from rollout_kernels.gpu.top_logprobs import top_logprobs
 
 name = "triton"
 kv_layout = "plain"
@@ -48,5 +49,6 @@ __all__ = [
     "silu_and_mul_backward",
     "token_logprobs",
     "token_logprobs_backward",
+    "top_logprobs",
     "write_kv",
 ]

@@ -51,6 +51,7 @@ from rollout_kernels.gpu.softmax_row import (
     num_chunks,
     row_entropy,
     row_logprob,
+    row_of_draw,
     row_total,
     row_weighted,
     without_bad_numbers,
@@ -98,16 +99,6 @@ def _ban_kernel(banned_start, banned_ids, masked_words, num_ids, vocab_size, wor
         mask = (ids >= 0) & (ids < vocab_size)
         word = masked_words + draw * words_a_draw + ids // 32
         tl.atomic_or(word, tl.full((BLOCK,), 1, tl.int32) << (ids % 32), mask=mask, sem="relaxed")
-
-
-@triton.jit
-def _row_of_draw(row_index, draw, num_rows, HAS_ROW_INDEX: tl.constexpr):
-    """(the row of the logits that a draw uses, int64; whether there is such a row). Row 0 stands in for no row."""
-    row = draw
-    if HAS_ROW_INDEX:
-        row = tl.load(row_index + draw)
-    inside = (row >= 0) & (row < num_rows)
-    return tl.where(inside, row, 0), inside
 
 
 @triton.jit
@@ -166,7 +157,7 @@ def _chunk_kernel(
     """Program (draw, chunk) looks at CHUNK logits."""
     program = tl.program_id(0)
     draw, chunk = (program // chunks).to(tl.int64), program % chunks
-    row, _ = _row_of_draw(row_index, draw, num_rows, HAS_ROW_INDEX)
+    row, _ = row_of_draw(row_index, draw, num_rows, HAS_ROW_INDEX)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=-_INFINITY)
     x, bad, alive = _numbers(x)
@@ -398,7 +389,7 @@ def _draw_kernel(
     """Program d finishes draw d. A draw whose numbers are out of range draws nothing: `STATUS_NOT_NUMBERS`."""
     draw = tl.program_id(0).to(tl.int64)
     planes = num_draws.to(tl.int64) * chunks
-    row_number, good = _row_of_draw(row_index, draw, num_rows, HAS_ROW_INDEX)
+    row_number, good = row_of_draw(row_index, draw, num_rows, HAS_ROW_INDEX)
     logits_row = logits + row_number * row_stride
     row = logits_row
     if HAS_ADJUSTED:

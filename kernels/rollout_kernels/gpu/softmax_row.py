@@ -29,6 +29,16 @@ _INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def row_of_draw(row_index, draw, num_rows, HAS_ROW_INDEX: tl.constexpr):
+    """(the row of the logits that a draw uses, int64; whether there is such a row). Row 0 stands in for no row."""
+    row = draw
+    if HAS_ROW_INDEX:
+        row = tl.load(row_index + draw)
+    inside = (row >= 0) & (row < num_rows)
+    return tl.where(inside, row, 0), inside
+
+
+@triton.jit
 def inverse_temperature(temperature):
     """1 / temperature in float32, bounded: below 1e-30 every gap between two logits is infinite for all purposes."""
     return tl.minimum(tl.div_rn(1.0, temperature), 1e30)
