@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,33 @@ def tokens_and_bits(folder: Path) -> dict[str, Any]:
     }
 
 
+def forced_along(folder: Path) -> dict[str, Any]:
+    """A sample, the same one forced along its own tokens, in one chunk and in several, and a fork of it resumed."""
+    llm = LLM(folder, kernels="triton", **ENGINE)
+    params = SamplingParams(max_tokens=6, seed=3, temperature=0.9, top_k=30, ignore_eos=True)
+    prompt = prompts()[4]
+    (drawn,) = llm.generate(prompt, params, use_tqdm=False)
+    forced = replace(params, forced_token_ids=drawn.outputs[0].token_ids[:5])
+    (chunk,) = llm.generate(prompt, forced, use_tqdm=False)
+    (rows,) = LLM(folder, kernels="triton", max_num_batched_tokens=3, **ENGINE).generate(prompt, forced, use_tqdm=False)
+    request_id = llm.enqueue(prompt, params)[0]
+    for _ in range(5):
+        llm.step()
+    fork_id = llm.fork(request_id, at=3)
+    llm.step()
+    llm.abort([fork_id])
+    (fork,) = [output for output in llm.wait_for_completion(use_tqdm=False) if output.request_id == fork_id]
+    (resumed,) = llm.resume(fork, params, use_tqdm=False)
+    begun = replace(params, forced_token_ids=drawn.outputs[0].token_ids[:3], first_sample_index=1)
+    return {
+        "drawn": plain([drawn]),
+        "chunk": plain([chunk]),
+        "rows": plain([rows]),
+        "fork": plain([resumed]),
+        "fork alone": plain(llm.generate(prompt, begun, use_tqdm=False)),
+    }
+
+
 def preempted(folder: Path) -> dict[str, Any]:
     """A pool that is too small for all: requests are swapped to the host, or computed again."""
     found: dict[str, Any] = {}
@@ -236,6 +264,7 @@ def main() -> None:
     assert receipt is not None
     found = {
         "bits": tokens_and_bits(two_layers),
+        "forced": forced_along(one_layer),
         "preempted": preempted(one_layer),
         "life": life(one_layer),
         "adapters": with_adapters(one_layer),
