@@ -30,6 +30,7 @@ class SamplingParams:
     `seed` makes the request replayable on its own; without one it gets a seed derived from the engine's seed and its
     running number, returned with the output. Sample `i` of a request draws with sample index `first_sample_index + i`,
     so one sample of a group can be replayed or resumed alone. `max_tokens=None` means up to the model's length limit.
+    The output begins with `forced_token_ids`, which are reported on as if they had been drawn (`docs/trees.md`).
 
     Raises `ValueError` naming the field, the value and the valid range. `docs/sampling.md` says what each field does.
     """

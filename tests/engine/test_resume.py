@@ -119,6 +119,21 @@ def test_forced_and_resumed_draws_see_the_tokens_before_them(folder: Path, extra
             assert_same(now, before)
 
 
+def test_more_rows_than_logits_are_held_at_once_are_drawn_in_several_goes(llm: LLM) -> None:
+    params = replace(PARAMS, n=2, max_tokens=320, logprobs=1)
+    (whole,) = llm.generate([PROMPT], params)
+    forced = [
+        replace(params, n=1, first_sample_index=index, forced_token_ids=whole.outputs[index].token_ids[:300])
+        for index in range(2)
+    ]
+    computed = llm.engine.counters.num_steps
+    outputs = llm.generate([PROMPT] * 2, forced)
+    assert llm.engine.counters.num_steps == computed + 21  # all 600 forced tokens in the first
+    for output, sample in zip(outputs, whole.outputs, strict=True):
+        assert_same(output.outputs[0], sample)
+        assert output.outputs[0].logprobs == sample.logprobs
+
+
 def test_samples_go_their_own_ways_behind_the_forced_tokens(llm: LLM, whole: RequestOutput) -> None:
     forced = whole.outputs[1].token_ids[:8]
     outputs = llm.generate(PROMPT, replace(PARAMS, forced_token_ids=forced))[0].outputs

@@ -64,6 +64,12 @@ def test_decode_steps_ran_in_the_sizes_of_the_ladder(found: dict[str, Any]) -> N
     assert found["bits"]["captured"] == [1, 4]  # prompts one at a time: alone, and one with four samples
 
 
+def test_forced_tokens_and_forks_have_the_bits_of_what_was_drawn(found: dict[str, Any]) -> None:
+    forced = found["forced"]
+    assert forced["drawn"] == forced["chunk"] == forced["rows"]
+    assert forced["fork"] == forced["fork alone"] != forced["drawn"]
+
+
 def test_preempted_requests_give_the_same_bits_swapped_or_computed_again(found: dict[str, Any]) -> None:
     swapped, recomputed = found["preempted"]["swap"], found["preempted"]["recompute"]
     assert swapped["preemptions"] > 0 and recomputed["preemptions"] > 0

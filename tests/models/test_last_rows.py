@@ -35,10 +35,12 @@ def test_the_last_rows_have_the_bits_that_they_have_among_all(tmp_path: Path) ->
             return model(ids, positions, ForwardBatch(starts, paged, last_rows=last)), caches
 
     every, all_caches = forward(None)
-    rows = torch.tensor([4, 14])
-    some, some_caches = forward(LastRows(rows, torch.tensor([0, 1, 1, 2], dtype=torch.int32)))
-    assert some.shape == (2, 64)
-    assert_same_bits(some, every[rows])
-    for a, b in zip(all_caches, some_caches, strict=True):
-        assert_same_bits(a.keys, b.keys)
-        assert_same_bits(a.values, b.values)
+    several = ([2, 3, 4, 5, 13, 14], [0, 3, 4, 6])  # of each sequence, as where forced tokens are drawn
+    for wanted, first in (([4, 14], [0, 1, 1, 2]), several, ([12, 13, 14], [0, 0, 0, 3])):
+        rows = torch.tensor(wanted)
+        some, some_caches = forward(LastRows(rows, torch.tensor(first, dtype=torch.int32)))
+        assert some.shape == (len(wanted), 64)
+        assert_same_bits(some, every[rows])
+        for a, b in zip(all_caches, some_caches, strict=True):
+            assert_same_bits(a.keys, b.keys)
+            assert_same_bits(a.values, b.values)

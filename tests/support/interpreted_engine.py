@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,9 @@ def sampling() -> list[SamplingParams]:
     variants: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "n": 4},
-        {"temperature": 0.7, "top_k": 12},
+        {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {9: 1.5}},
         {"temperature": 1.3, "top_p": 0.8, "min_p": 0.05},
-        {"temperature": 1.0, "min_tokens": 4},
+        {"temperature": 1.0, "min_tokens": 4, "allowed_token_ids": range(1, 120, 2)},
     ]
     return [
         SamplingParams(max_tokens=4, seed=index, ignore_eos="min_tokens" not in variant, **variant)
@@ -129,6 +130,33 @@ def tokens_and_bits(folder: Path) -> dict[str, Any]:
             for sample in plain(alone.generate([prompt], params, use_tqdm=False))
         ],
         "captured": graphs_of(alone).captured_sizes,
+    }
+
+
+def forced_along(folder: Path) -> dict[str, Any]:
+    """A sample, the same one forced along its own tokens, in one chunk and in several, and a fork of it resumed."""
+    llm = LLM(folder, kernels="triton", **ENGINE)
+    params = SamplingParams(max_tokens=6, seed=3, temperature=0.9, top_k=30, ignore_eos=True)
+    prompt = prompts()[4]
+    (drawn,) = llm.generate(prompt, params, use_tqdm=False)
+    forced = replace(params, forced_token_ids=drawn.outputs[0].token_ids[:5])
+    (chunk,) = llm.generate(prompt, forced, use_tqdm=False)
+    (rows,) = LLM(folder, kernels="triton", max_num_batched_tokens=3, **ENGINE).generate(prompt, forced, use_tqdm=False)
+    request_id = llm.enqueue(prompt, params)[0]
+    for _ in range(5):
+        llm.step()
+    fork_id = llm.fork(request_id, at=3)
+    llm.step()
+    llm.abort([fork_id])
+    (fork,) = [output for output in llm.wait_for_completion(use_tqdm=False) if output.request_id == fork_id]
+    (resumed,) = llm.resume(fork, params, use_tqdm=False)
+    begun = replace(params, forced_token_ids=drawn.outputs[0].token_ids[:3], first_sample_index=1)
+    return {
+        "drawn": plain([drawn]),
+        "chunk": plain([chunk]),
+        "rows": plain([rows]),
+        "fork": plain([resumed]),
+        "fork alone": plain(llm.generate(prompt, begun, use_tqdm=False)),
     }
 
 
@@ -236,6 +264,7 @@ def main() -> None:
     assert receipt is not None
     found = {
         "bits": tokens_and_bits(two_layers),
+        "forced": forced_along(one_layer),
         "preempted": preempted(one_layer),
         "life": life(one_layer),
         "adapters": with_adapters(one_layer),
