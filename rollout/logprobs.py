@@ -10,9 +10,8 @@ import numpy as np
 
 from rollout.core.logprob_columns import LogprobColumns
 from rollout.core.schedule import TopLogprobs
-from rollout.engine.token_texts import KnownTexts, TokenTexts
+from rollout.engine.token_texts import TEXT_CONTEXT, KnownTexts, TokenTexts
 
-TEXT_CONTEXT = 4  # so many tokens before a token may its text depend on
 EntryT = TypeVar("EntryT", bound="dict[int, Logprob] | None")
 
 
@@ -22,8 +21,8 @@ class Logprob:
 
     `rank` of the token that stands at the position is 1 + the number of tokens with a larger logit; of the others it is
     their place among the most likely ones (equal logits by their ids), and None for tokens of `logprob_token_ids` that
-    are not among those. `decoded_token` is what the token adds to the text: "" where a character is not whole yet; None
-    without a tokenizer, and with `detokenize=False`.
+    are not among those. `decoded_token` is what the token would add to the text: "" where it ends within a character,
+    the whole character where it ends one; None without a tokenizer, and with `detokenize=False`.
     """
 
     logprob: float

@@ -108,7 +108,7 @@ class Request:
         self.num_forced_tokens = max(self.num_forced_tokens, len(self.forced_token_ids))
         if self.params.wants_top_logprobs and self.beam_options is None and self.top_logprobs is None:
             self.top_logprobs = LogprobColumns()
-        if self.params.prompt_logprobs is not None:
+        if self.params.prompt_logprobs is not None and self.prompt_top_logprobs is None:
             self.prompt_top_logprobs = LogprobColumns()
         if self.params.adjusts_logits:
             self.sample_state = SampleState(

@@ -45,3 +45,17 @@ def test_the_code_about_trees_runs(tiny_model: Callable[..., Path], capsys: pyte
     assert lines[:2] == ["forced: True", "resumed: True"]
     assert lines[2] == f"samples: 8 tokens: {8 * 29}"
     assert lines[3] == f"packed: {5 + 2 * 24 + 4 * 21 + 2 * 19} of which drawn: {2 * 24 + 4 * 21 + 2 * 19}"
+
+
+def test_the_code_about_logprobs_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "logprobs.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, str(page), "exec"), {"MODEL": str(tiny_model(tokenizer=True))})
+    assert capsys.readouterr().out.splitlines() == [
+        "sampled first: True entries: True",
+        "arrays: (8, 3) (8,) (8, 2)",
+        "prompt: None True",
+        "mode: raw_logprobs True",
+        "scored: True",
+        "json: True",
+    ]

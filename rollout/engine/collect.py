@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from rollout.config import LogprobsMode
 from rollout.engine.detokenize import Detokenizer
 from rollout.engine.sample_text import SampleText
-from rollout.engine.token_texts import DecodedTexts
-from rollout.logprobs import TEXT_CONTEXT, PromptLogprobs, SampleLogprobs
+from rollout.engine.token_texts import TEXT_CONTEXT, DecodedTexts
+from rollout.logprobs import PromptLogprobs, SampleLogprobs
 from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
 from rollout.prompts import Prompt
 from rollout.request import Request

@@ -10,17 +10,17 @@ from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no whole character
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
-_MOST_BYTES = 4  # of a character in UTF-8, so that so many tokens may make one
+TEXT_CONTEXT = 16  # so many tokens before a token may its text depend on
 
 
 class TokenTexts(Protocol):
     """Says what a token adds to a text."""
 
     def after(self, before: Sequence[int], token_id: int) -> str:
-        """The text of `token_id` where the tokens `before` precede it; the last four of them are enough.
+        """The text of `token_id` where the tokens `before` precede it; the last `TEXT_CONTEXT` of them are enough.
 
         A token decoded by itself, with the space before it, special tokens included. One that ends within a character
-        adds "", and the one that ends the character adds the whole of it.
+        adds "", and what it begins with is added by the next one that does not.
         """
         ...
 
@@ -33,18 +33,26 @@ class DecodedTexts:
     _alone: dict[int, str] = field(default_factory=dict)
 
     def after(self, before: Sequence[int], token_id: int) -> str:
-        text = self._by_itself(token_id)
-        if not text.endswith(_UNFINISHED):
-            return text
-        for count in range(1, min(len(before), _MOST_BYTES) + 1):
-            context = list(before[-count:])
-            whole = self._decode([*context, token_id])
-            if whole.endswith(_UNFINISHED):
-                continue
-            while context and self._by_itself(context[-1]).endswith(_UNFINISHED):
-                context.pop()  # it has added nothing yet
-            return whole[len(self._decode(context)) :]
-        return ""
+        pending = self._pending(before)
+        text = self._decode([*pending, token_id]) if pending else self._by_itself(token_id)
+        return "" if text.endswith(_UNFINISHED) else text
+
+    def _pending(self, before: Sequence[int]) -> list[int]:
+        """The last tokens of `before`, as far as they have added nothing yet: they end within a character."""
+        first = len(before)
+        while first > max(0, len(before) - TEXT_CONTEXT) and self._by_itself(before[first - 1]).endswith(_UNFINISHED):
+            first -= 1
+        if first == 0 and len(before) >= TEXT_CONTEXT:  # it may begin within a character
+            while first < len(before) and self._by_itself(before[first]).startswith(_UNFINISHED):
+                if not self._decode(list(before[first : first + 4])).startswith(_UNFINISHED):
+                    break
+                first += 1
+        pending: list[int] = []
+        for token_id in before[first:]:
+            pending.append(token_id)
+            if not self._decode(pending).endswith(_UNFINISHED):
+                pending = []
+        return pending
 
     def _by_itself(self, token_id: int) -> str:
         text = self._alone.get(token_id)
@@ -70,19 +78,16 @@ class DecodedTexts:
 class KnownTexts:
     """Texts that were decoded before, without the tokenizer: what travels to other processes."""
 
-    texts: dict[tuple[tuple[int, ...], int], str] = field(default_factory=dict)  # by the tokens before, and the token
-    alone: dict[int, str] = field(default_factory=dict)  # of the tokens whose text does not depend on those before
+    alone: dict[int, str] = field(default_factory=dict)  # with nothing before
+    in_context: dict[tuple[tuple[int, ...], int], str] = field(default_factory=dict)  # where that differs
 
     def after(self, before: Sequence[int], token_id: int) -> str:
-        text = self.alone.get(token_id)
-        return self.texts[tuple(before), token_id] if text is None else text
+        return self.in_context.get((tuple(before), token_id), self.alone[token_id])
 
     def learn(self, texts: TokenTexts, before: Sequence[int], token_id: int) -> None:
         """Asks `texts` for what is not known yet."""
-        if token_id in self.alone:
-            return
-        text = texts.after((), token_id)
-        if text:
-            self.alone[token_id] = text
-        else:
-            self.texts[tuple(before), token_id] = texts.after(before, token_id)
+        if token_id not in self.alone:
+            self.alone[token_id] = texts.after((), token_id)
+        text = texts.after(before, token_id)
+        if text != self.alone[token_id]:
+            self.in_context[tuple(before), token_id] = text

@@ -5,7 +5,8 @@
 Everything runs as in `LLM.generate` (admission, plans, updates, stop rules, outputs with all arrays and the tokenizer's
 text), but tokens come from a text instead of a model. `--rate`, tokens a second, is what the share of a generation is
 counted with; the default is that of the workload `grpo` in `docs/benchmarks.md`. Prints one JSON line a variant:
-microseconds a token of scheduling and of building outputs, the latter's share, and how often the collector ran.
+microseconds of processor time a token for scheduling and for building outputs, the latter's share, and how often the
+collector ran.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class Recitation:
     seconds: float = 0.0
 
     def execute(self, plan: SchedulePlan) -> StepResult:
-        started = time.perf_counter()
+        started = time.process_time()
         length, draws = len(self.text_ids), plan.draws
         ids = [self.text_ids[(draw.position + 7 * draw.sample_index) % length] for draw in draws]
         values = np.linspace(-3.0, -0.1, len(draws), dtype=np.float32)
         result = StepResult(np.array(ids, np.int64), values, values, np.exp(values), -values)
         if draws and draws[0].params.wants_top_logprobs:
             result.top_logprobs = self._top(len(draws), draws[0].params.logprobs or 0)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.process_time() - started
         return result
 
     def _top(self, count: int, num_top: int) -> dict[int, TopLogprobs]:
@@ -73,13 +74,13 @@ def measure(
     prompts = [list(range(10 + index, 74 + index)) for index in range(args.samples // SAMPLES_A_PROMPT)]
     gc.collect()
     before = [generation["collections"] for generation in gc.get_stats()]
-    fake_before, started = recitation.seconds, time.perf_counter()
+    fake_before, started = recitation.seconds, time.process_time()
     llm.enqueue(prompts, params)
     groups = list(llm._enqueued.values())
     llm._delivery.wait(groups, lambda _: None)
-    grown = time.perf_counter()
+    grown = time.process_time()
     outputs = [group.output(llm.get_tokenizer()) for group in groups]
-    built = time.perf_counter()
+    built = time.process_time()
     collections = [now["collections"] - then for now, then in zip(gc.get_stats(), before, strict=True)]
     llm._enqueued.clear()
     num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)

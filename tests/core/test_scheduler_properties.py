@@ -251,6 +251,8 @@ class Interruptions(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(ended))
         fields = {name: getattr(request, name) for name in ("branch_position", "scores_prompt")}
         fields["prompt_logprobs"] = request.prompt_logprobs[:]
+        top = request.prompt_top_logprobs
+        fields["prompt_top_logprobs"] = None if top is None else top.copy()
         self.go_on(request, request.num_output_tokens, [request.sample_index], **fields)
 
     def go_on(self, parent: Request, at: int, sample_indices: Sequence[int], **fields: Any) -> None:

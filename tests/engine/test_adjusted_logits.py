@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import chisquare
 
-from rollout import LLM, SamplingParams
+from rollout import LLM, LogitsBatch, SamplingParams
 from tests.support.oracle import load_reference, reference_logits
 from tests.support.tiny import make_tiny_llama
 
@@ -223,3 +224,36 @@ def test_neighbours_without_parameters_of_the_kind_are_bit_equal(tmp_path: Path)
         assert output.outputs[0].token_ids == expected.token_ids
         for name in ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy"):
             assert np.array_equal(getattr(output.outputs[0], name), getattr(expected, name))
+
+
+def sharpen_every_other_token(logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+    return logits * torch.tensor([[1 + len(output) % 2] for output in batch.output_token_ids])
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+def test_tokens_that_are_forced_have_the_arrays_that_they_had_when_they_were_drawn(budget: int, tmp_path: Path) -> None:
+    # cases SP-03, SP-04
+    folder = make_tiny_llama(tmp_path, tokenizer=True, near_uniform=True)
+    llm = LLM(folder, kv_cache_memory="8MiB", max_num_batched_tokens=budget, block_size=4)
+    adjusted = SamplingParams(
+        seed=6,
+        max_tokens=24,
+        ignore_eos=True,
+        min_tokens=3,
+        stop_token_ids=[20],
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        logit_bias={7: 1.0, 31: 2.0},
+        allowed_token_ids=range(3, 120),
+        bad_words=["a", "he", "e e"],
+        thinking_token_budget=4,
+        logits_processors=[sharpen_every_other_token],
+    )
+    prompt = [*llm.get_tokenizer().encode("<think>"), 7, 9, 7]
+    drawn = llm.generate(prompt, adjusted)[0].outputs[0]
+    for count in (1, 9, len(drawn.token_ids)):
+        forced = replace(adjusted, forced_token_ids=drawn.token_ids[:count])
+        completion = llm.generate(prompt, forced)[0].outputs[0]
+        assert completion.token_ids == drawn.token_ids
+        for name in ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy"):
+            assert np.array_equal(getattr(completion, name), getattr(drawn, name)), name

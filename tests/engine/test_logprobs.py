@@ -205,6 +205,7 @@ def kept_by(row: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 
     order = np.argsort(-row, kind="stable")
     if top_k:
         order = order[:top_k]
+    order = order[row[order] > -np.inf]
     p = np.exp(row[order] - row[order].max())
     p /= p.sum()
     order = order[(np.cumsum(p) - p) < top_p]
@@ -267,6 +268,63 @@ def test_processed_entries_leave_out_what_may_not_come(folder: Path, reference: 
         assert {other for other, found in entry.items() if found.logprob == -math.inf} == set(banned)
         found = np.array([entry[token_id].logprob for token_id in range(VOCAB)])
         np.testing.assert_allclose(found, expected[place], atol=1e-4)
+
+
+def adjusted(rows: np.ndarray, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+    """What `ADJUSTING` makes of rows of logits [len(output), vocab], each over the token after those before it."""
+    rows = rows.copy()
+    for place, row in enumerate(rows):
+        before = np.bincount(output[:place], minlength=VOCAB)
+        seen = (before + np.bincount(prompt, minlength=VOCAB)) > 0
+        row[seen] = np.where(row > 0, row / 1.3, row * 1.3)[seen]
+        row -= 0.2 * before + 0.4 * (before > 0)
+        row[50] += 1.5
+        row[np.arange(VOCAB) % 4 == 0] = -np.inf
+    return rows
+
+
+ADJUSTING: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.4,
+    "logit_bias": {50: 1.5},
+    "allowed_token_ids": [token_id for token_id in range(VOCAB) if token_id % 4],
+}
+
+
+@pytest.mark.parametrize("forced", [None, [1, 4, 50, 130, 66, 3]])
+def test_processed_entries_are_of_the_adjusted_masked_and_filtered_row(
+    forced: list[int] | None, folder: Path, reference: PreTrainedModel
+) -> None:
+    # case LP-02; of forced tokens many are not kept
+    llm = LLM(folder, kv_cache_memory="4MiB", logprobs_mode="processed_logprobs", max_logprobs=-1)
+    asked: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_k": 12,
+        "top_p": 0.85,
+        "logprobs": 20,
+        "logprob_token_ids": [5, 8],
+    }
+    completion = sample(llm, forced_token_ids=forced, **asked, **ADJUSTING)
+    assert completion.token_ids[:6] == forced or forced is None
+    raw = logits_after(reference, PROMPT, completion.token_ids)
+    rows = adjusted(raw, PROMPT, completion.token_ids)
+    entries = completion.logprobs
+    assert entries is not None
+    num_left_out = 0
+    for token_id, row, entry in zip(completion.token_ids, rows, entries, strict=True):
+        kept = kept_by(row / 0.8, 12, 0.85)
+        expected = np.where(kept, row / 0.8, -np.inf)
+        expected = log_softmax(expected)
+        order = np.argsort(-row, kind="stable")[:20].tolist()
+        assert set(entry) == {token_id, 5, 8, *order}
+        for other, found in entry.items():
+            assert found.logprob == pytest.approx(expected[other], abs=1e-4)
+        assert entry[token_id].rank == 1 + (row > row[token_id]).sum()
+        num_left_out += not kept[token_id]
+    assert num_left_out == 0 if forced is None else num_left_out >= 3
+    places = np.arange(len(rows))
+    np.testing.assert_allclose(completion.raw_logprobs, log_softmax(raw)[places, completion.token_ids], atol=1e-4)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -237,6 +237,20 @@ def test_scores_are_those_of_one_engine(engines: Engines) -> None:
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
+def test_logprobs_are_those_of_one_engine(engines: Engines) -> None:
+    params = SamplingParams(n=2, max_tokens=20, seed=4, logprobs=3, logprob_token_ids=[7, 1], prompt_logprobs=2)
+    mine, theirs = engines.two.generate(PROMPTS, params), engines.one.generate(PROMPTS, params)
+    for llm in (engines.one, engines.two):
+        llm.fork(theirs[1], at=2, n=3, sampling_params=replace(params, n=1, prompt_logprobs=None))
+    (my_forks,), (their_forks,) = engines.two.wait_for_completion(), engines.one.wait_for_completion()
+    for a, b in zip([*mine, my_forks], [*theirs, their_forks], strict=True):
+        assert a.prompt_logprobs == b.prompt_logprobs and a.logprobs_mode == b.logprobs_mode
+        assert all(x.logprobs == y.logprobs and x.logprobs for x, y in zip(a.outputs, b.outputs, strict=True))
+    scores = [llm.score(PROMPTS, prompt_logprobs=2) for llm in (engines.one, engines.two)]
+    assert [score.prompt_logprobs for score in scores[0]] == [score.prompt_logprobs for score in scores[1]]
+    assert scores[0][2].prompt_logprobs == theirs[2].prompt_logprobs
+
+
 def test_a_string_is_one_tag_on_every_rank(engines: Engines) -> None:
     with pytest.raises(ValueError, match="level=True is not valid"):
         engines.two.sleep(True)

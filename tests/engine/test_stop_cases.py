@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import LLM, SamplingParams
+from rollout import LLM, RepetitionDetectionParams, SamplingParams
 from rollout.engine.detokenize import WindowText
 from rollout.engine.sample_text import SampleText
 from tests.support.tiny import make_tiny_llama
@@ -171,3 +172,28 @@ def test_banned_ids_are_left_out_of_the_sampled_distribution_only(tmp_path: Path
     assert a.token_ids == b.token_ids  # the same noise, and the ban did not hit the token
     assert a.raw_logprobs[0] == b.raw_logprobs[0]
     assert b.sampled_logprobs[0] > a.sampled_logprobs[0]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 12])
+def test_a_sample_ends_with_the_token_that_completes_a_repetition(min_tokens: int, tmp_path: Path) -> None:
+    llm = LLM(make_tiny_llama(tmp_path, near_uniform=True), kv_cache_memory="8MiB")
+    params = SamplingParams(
+        n=40, seed=1, max_tokens=40, min_tokens=min_tokens, ignore_eos=True, allowed_token_ids=[50, 51, 52]
+    )
+    detection = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=2, min_count=3)
+
+    def repeats(output: list[int]) -> bool:
+        patterns = [output[-size:] * 3 for size in (2, 3) if len(output) >= 3 * size]
+        return len(output) > min_tokens and any(output[-len(pattern) :] == pattern for pattern in patterns)
+
+    prompt = [50, 51] * 6  # its own repetition does not count
+    free = llm.generate(prompt, params)[0].outputs
+    ended = llm.generate(prompt, replace(params, repetition_detection=detection))[0].outputs
+    lengths = [next((i for i in range(1, 41) if repeats(c.token_ids[:i])), None) for c in free]
+    assert {*map(bool, lengths)} == {True, False}
+    for whole, part, length in zip(free, ended, lengths, strict=True):
+        assert part.token_ids == whole.token_ids[:length]
+        at_limit = length is None or length == 40
+        assert (part.finish_reason, part.stop_reason) == (
+            ("length", None) if at_limit else ("repetition", "repetition_detected")
+        )

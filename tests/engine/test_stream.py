@@ -20,6 +20,7 @@ ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 PARAMETERS = {
     "samples": SamplingParams(n=3, max_tokens=30, seed=5, ignore_eos=True),
     "ended by eos": SamplingParams(n=6, max_tokens=60, seed=6, temperature=2.0, logprobs=0),
+    "logprobs": SamplingParams(n=2, max_tokens=12, seed=4, ignore_eos=True, logprobs=3, logprob_token_ids=[7, 9]),
     "stop strings": SamplingParams(n=4, max_tokens=60, seed=3, stop=["e", "ab", "Gx"], min_tokens=4, ignore_eos=True),
     "stop strings included": SamplingParams(
         n=4, max_tokens=60, seed=3, stop=["e", "a"], include_stop_str_in_output=True

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,6 +17,8 @@ import pytest
 from scipy.stats import chisquare
 
 from rollout import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
+from rollout.core.schedule import Draw
+from rollout.sampling.grammars import Grammars
 from tests.support.oracle import load_reference, reference_logprobs
 from tests.support.tiny import make_tiny_llama
 
@@ -372,6 +375,29 @@ def test_a_failed_step_leaves_the_masks_as_they_were(llm: LLM, monkeypatch: pyte
         assert_same(one, other)
 
 
+def test_masks_are_computed_while_the_model_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm.engine.executor.worker.runner
+    forward, masks = type(runner)._forward, Grammars.masks
+    model_runs, masks_are_there, met = threading.Event(), threading.Event(), []
+
+    def waiting_forward(self: Any, *arguments: Any) -> Any:
+        model_runs.set()
+        met.append(masks_are_there.wait(timeout=20))
+        return forward(self, *arguments)
+
+    def waiting_masks(self: Grammars, draws: Mapping[int, Draw]) -> Any:
+        met.append(model_runs.wait(timeout=20))
+        computed = masks(self, draws)
+        masks_are_there.set()
+        return computed
+
+    monkeypatch.setattr(type(runner), "_forward", waiting_forward)
+    monkeypatch.setattr(Grammars, "masks", waiting_masks)
+    params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    assert llm.generate(PROMPT, params)[0].outputs[0].text == "a"
+    assert met == [True, True]
+
+
 class Address(msgspec.Struct):
     street: Annotated[str, msgspec.Meta(max_length=30)]
     zip: Annotated[str, msgspec.Meta(pattern="^[0-9]{5}$")]
@@ -399,16 +425,20 @@ class Answer(msgspec.Struct, tag="answer"):
 QUESTIONS = ["Describe a person in JSON.", "What is 17 + 25? Answer in JSON.", "Hello!"]
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> LLM:
+    return LLM(smollm2_path, kv_cache_memory="256MiB")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Person, Call | Answer, list[Person] | None], ids=["nested", "tagged union", "list"])
-def test_smollm2_writes_what_its_schema_asks_for(smollm2_path: Path, kind: object) -> None:
+def test_smollm2_writes_what_its_schema_asks_for(smollm2: LLM, kind: object) -> None:
     # case SO-01
-    llm = LLM(smollm2_path, kv_cache_memory="256MiB")
     params = SamplingParams(
         n=4, seed=8, max_tokens=160, structured_outputs=StructuredOutputsParams(json=msgspec.json.schema(kind))
     )
     stopped = 0
-    outputs = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
+    outputs = smollm2.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
     for completion in (completion for output in outputs for completion in output.outputs):
         assert completion.finish_reason in ("stop", "length")
         if completion.finish_reason == "stop":

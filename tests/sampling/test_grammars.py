@@ -6,7 +6,9 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -416,6 +418,29 @@ def test_pretty_printed_json_is_in_the_default_grammar(grammars: Grammars, piece
             structured_outputs=StructuredOutputsParams(json_object=True), forced_token_ids=forced, max_tokens=None
         )
         grammars.check(params, set())
+
+
+def test_options_of_the_library_in_a_schema_are_heard(grammars: Grammars, pieces: dict[int, bytes]) -> None:
+    ids = {piece: token_id for token_id, piece in pieces.items()}
+
+    def accepts(text: str, **fields: Any) -> bool:
+        forced = [*(ids[bytes([byte])] for byte in text.encode()), EOS]
+        structured = StructuredOutputsParams(**fields)
+        params = SamplingParams(structured_outputs=structured, max_tokens=None)
+        grammars.check(params, {EOS})
+        try:
+            grammars.check(replace(params, forced_token_ids=forced), {EOS})
+        except ValueError:
+            return False
+        return True
+
+    array = {"type": "array", "not": {}, "x-guidance": {"lenient": True, "whitespace_pattern": "  "}}
+    assert accepts("[  1]", json=array) and not accepts("[ 1]", json=array)
+    assert accepts("[ 1]", json=array, whitespace_pattern=" ")
+    assert not accepts("[  1]", json=array, whitespace_pattern=" ")
+    assert accepts("[1]", json=array, disable_any_whitespace=True)
+    assert not accepts("[  1]", json=array, disable_any_whitespace=True)
+    assert accepts('{"a": [null, -1.5e3]}', json="true") and accepts("7", json={}) and not accepts("seven", json={})
 
 
 def test_objects_are_closed_where_asked_also_inside(grammars: Grammars, pieces: dict[int, bytes]) -> None:

@@ -79,9 +79,9 @@ def sampling() -> list[SamplingParams]:
     variants: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "n": 4},
-        {"temperature": 0.7, "top_k": 12},
+        {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {9: 1.5}},
         {"temperature": 1.3, "top_p": 0.8, "min_p": 0.05},
-        {"temperature": 1.0, "min_tokens": 4},
+        {"temperature": 1.0, "min_tokens": 4, "allowed_token_ids": range(1, 120, 2)},
     ]
     return [
         SamplingParams(max_tokens=4, seed=index, ignore_eos="min_tokens" not in variant, **variant)

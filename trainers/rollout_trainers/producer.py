@@ -59,6 +59,9 @@ def select_examples(examples: Sequence[Example], step: int, count: int, seed: in
     return chosen
 
 
+_LARGEST_DIFFERENCE = 1e-3  # nats, between logprobs of one token that are the same but for rounding
+
+
 class RolloutProducer:
     """Samples groups of completions for training, and one completion per example for evaluation."""
 
@@ -70,7 +73,11 @@ class RolloutProducer:
         self.seed = seed
 
     def produce(self, step: int, examples: Sequence[Example], group_size: int) -> list[Sample]:
-        """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place)."""
+        """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place).
+
+        Raises `ValueError` for samples whose logprobs a trainer cannot reproduce from logits and temperature, since
+        their importance ratios would be wrong: an engine that filters, masks, or changes logits of its own accord.
+        """
         params = [
             SamplingParams(
                 n=group_size,
@@ -80,7 +87,7 @@ class RolloutProducer:
             )
             for place in range(len(examples))
         ]
-        return self._generate(examples, params)
+        return self._generate(examples, params, is_trained_on=True)
 
     def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]:
         """One sample of each example; the seeds are the same whenever it is called."""
@@ -92,15 +99,41 @@ class RolloutProducer:
         ]
         return self._generate(examples, params)
 
-    def _generate(self, examples: Sequence[Example], params: Sequence[SamplingParams]) -> list[Sample]:
+    def _generate(
+        self, examples: Sequence[Example], params: Sequence[SamplingParams], is_trained_on: bool = False
+    ) -> list[Sample]:
         prompts = [encode_prompt(example.prompt, self.tokenizer).token_ids for example in examples]
         version = self.engine.policy_version
         outputs = self.engine.generate(prompts, list(params), use_tqdm=False)
+        if is_trained_on:
+            for output in outputs:
+                _check_reproducible(output, self.temperature)
         return [
             _sample(example, group, output, completion, version)
             for group, (example, output) in enumerate(zip(examples, outputs, strict=True))
             for completion in output.outputs
         ]
+
+
+def _check_reproducible(output: RequestOutput, temperature: float) -> None:
+    """Raises `ValueError` where tokens were drawn from another distribution than that of logits and temperature.
+
+    Filters and masks show in the kept mass. Penalties, biases and processors show where temperature 1 should have made
+    both logprobs the same; at other temperatures the trainer's own logprobs tell (`sampling/logp_difference`).
+    """
+    for completion in output.outputs:
+        if (completion.kept_mass != 1).any():
+            place = int((completion.kept_mass != 1).argmax())
+            raise ValueError(
+                f"request {output.request_id}, token {place}: filters or masks have left "
+                f"{completion.kept_mass[place]:.3g} of the distribution, which the trainer does not know of"
+            )
+        difference = np.abs(completion.sampled_logprobs - completion.raw_logprobs)
+        if temperature == 1 and difference.max(initial=0) > _LARGEST_DIFFERENCE:
+            raise ValueError(
+                f"request {output.request_id}, token {int(difference.argmax())}: a penalty, a bias or a logits "
+                f"processor has changed its logprob by {difference.max():.3g}, which the trainer does not know of"
+            )
 
 
 def _sample(example: Example, group: int, output: RequestOutput, completion: CompletionOutput, version: int) -> Sample:

@@ -190,7 +190,7 @@ Drawn draw_row(const SampleArguments& a, long draw, Scratch& scratch) {
   const Filters filters = {a.top_k[draw] > 0 && a.top_k[draw] < size ? a.top_k[draw] : 0L, a.top_p[draw], a.min_p[draw]};
   const NoiseKey key = noise_key(a.seed[draw], a.sample_index[draw], a.position[draw]);
   bool whole = !masked;
-  bool kept = true;  // whether the forced token is
+  bool kept = true;  // false where filters leave the forced token out; that of a masked one shows in its logit
   result.token_id = forced;
   if (filters.any()) {
     const long count = apply_filters(x, size, kept_total, filters, scratch);
@@ -208,10 +208,7 @@ Drawn draw_row(const SampleArguments& a, long draw, Scratch& scratch) {
     }
     result.num_kept = count;
   } else {
-    if (forced < 0)
-      result.token_id = race(exponentials, nullptr, size, key);
-    else
-      kept = x[forced] > -kInfinity;
+    if (forced < 0) result.token_id = race(exponentials, nullptr, size, key);
     if (finite < 0) finite = lowest > -kInfinity ? size : count_finite(x, size);
     result.num_kept = finite;
   }
