@@ -152,6 +152,17 @@ class Request:
         return self.raw_logprobs, self.sampled_logprobs, self.kept_mass, self.entropy
 
     @property
+    def ends_with_stop_token(self) -> bool:
+        """Whether its last token is the EOS or stop id that has ended it."""
+        if (
+            self.finish_reason is not FinishReason.STOP
+            or isinstance(self.stop_reason, str)
+            or not self.num_output_tokens
+        ):
+            return False
+        return self.token_ids[-1] in self.eos_token_ids or self.token_ids[-1] in self.stop_token_ids
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

@@ -73,7 +73,7 @@ class Group:
         text = self.texts.get(request.request_id)
         if text is None:
             return None
-        stop = text.append(token_ids) if token_ids else None
+        stop = text.append(_written(request, token_ids)) if token_ids else None
         if request.is_finished:
             text.finish()
         return stop
@@ -147,7 +147,9 @@ class Group:
         growing = self.texts.get(sample.request_id)
         if growing is not None:
             return growing.text
-        return "" if self.detokenizer is None else self.detokenizer.text(sample.output_token_ids, sample.params)
+        if self.detokenizer is None:
+            return ""
+        return self.detokenizer.text(_written(sample, sample.output_token_ids), sample.params)
 
     def _prompt_logprobs(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:
         """Of the sample that knows most of them: one that was aborted early may have none."""
@@ -160,6 +162,14 @@ class Group:
                 return found
             self.prompt_logprobs = found
         return self.prompt_logprobs
+
+
+def _written(sample: Request, token_ids: list[int]) -> list[int]:
+    """The last tokens of a sample without the one that has only ended it: its text is no part of the sample's, as in
+    vLLM, unless the parameters say so."""
+    if sample.ends_with_stop_token and not sample.params.include_stop_str_in_output:
+        return token_ids[:-1]
+    return token_ids
 
 
 def prompt_logprobs_of(sample: Request, tokenizer: PreTrainedTokenizerBase | None) -> PromptLogprobs | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import LLM, RepetitionDetectionParams, SamplingParams
+from rollout import LLM, LogitsBatch, RepetitionDetectionParams, SamplingParams
 from rollout.engine.detokenize import WindowText
 from rollout.engine.sample_text import SampleText
 from tests.support.tiny import make_tiny_llama
@@ -142,6 +144,39 @@ def test_a_stop_string_that_is_complete_at_the_last_allowed_token_wins_over_the_
     stopped = llm.generate([40, 41], asked)[0].outputs[0]
     assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids
     assert stopped.text == free.text[:-2]
+
+
+@pytest.mark.parametrize("stop", [None, ["never"]], ids=["at the end", "while it grows"])
+@pytest.mark.parametrize(("ender", "special"), [(33, False), (2, True)], ids=["stop id", "EOS"])
+def test_the_token_that_ends_a_sample_writes_only_what_is_asked_for(
+    ender: int, special: bool, stop: list[str] | None, tmp_path: Path
+) -> None:
+    llm = LLM(make_tiny_llama(tmp_path, tokenizer=True), kv_cache_memory="8MiB")
+    tokenizer = llm.get_tokenizer()
+    assert special == (ender in tokenizer.all_special_ids) and tokenizer.decode([ender])
+    for includes in (False, True):
+        params = SamplingParams(
+            max_tokens=4,
+            logits_processors=[_after_two(ender)],
+            stop_token_ids=None if special else [ender],
+            include_stop_str_in_output=includes,
+            skip_special_tokens=False,
+            stop=stop,
+        )
+        (completion,) = llm.generate([5, 6], params)[0].outputs
+        assert completion.token_ids == [50, 51, ender] and completion.finish_reason == "stop"
+        assert completion.text == tokenizer.decode([50, 51, ender] if includes else [50, 51])
+
+
+def _after_two(ender: int) -> Callable[[torch.Tensor, LogitsBatch], torch.Tensor]:
+    """Makes the tokens 50, 51 and then `ender` certain."""
+
+    def favour(logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        for row, output in zip(logits, batch.output_token_ids, strict=True):
+            row[[50, 51, ender][len(output)]] = 1e4
+        return logits
+
+    return favour
 
 
 def test_min_tokens_bans_every_id_that_would_end_the_sample_and_nothing_else(tmp_path: Path) -> None:
