@@ -33,7 +33,7 @@ def test_values_outside_a_parameters_range_are_refused_by_name() -> None:
         "seed": (-2, 2**63, 1.5),
         "stop": ("", ["a", ""], [3]),
         "stop_token_ids": ([-1], [1.5]),
-        "logprobs": (-1, 2),
+        "logprobs": (-2, 1.5),
     }
     for field, values in wrong.items():
         for value in values:

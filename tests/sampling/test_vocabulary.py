@@ -62,7 +62,7 @@ def test_the_bytes_of_tokens_are_the_bytes_of_the_text(vocabulary: Vocabulary, d
     ids = data.draw(st.lists(known, max_size=12))
     for tokens, skip in ((vocabulary.written, False), (vocabulary.plain, True)):
         text = vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
-        assert isinstance(text, str)
+        assert isinstance(text, str)  # one list of ids, so not a list of texts
         ours = b"".join(tokens[token_id] for token_id in ids).decode(errors="replace")
         if "\ufffd" not in ours:
             assert ours.endswith(text)
