@@ -22,6 +22,7 @@ _PARTS = {
     "write_kv": "attention",
     "sample": "sampling",
     "token_logprobs": "sampling",
+    "top_logprobs": "sampling",
 }
 _ORDER: tuple[str, ...] = ("matrix products", "attention", "sampling", "other kernels", "host")
 
