@@ -214,7 +214,7 @@ def test_abort_and_resume_as_often_as_one_likes(folder: Path, whole: RequestOutp
         thread.join()
         llm.wake_up()
         ((output,),) = results
-    assert [sample.finish_reason for sample in output.outputs] in (["abort"] * 3, ["length"] * 3)
+        assert {sample.finish_reason for sample in output.outputs} <= {"abort", "length"}
     (output,) = llm.resume([output], PARAMS)
     for now, before_all in zip(output.outputs, whole.outputs, strict=True):
         assert_same(now, before_all)
