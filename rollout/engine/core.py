@@ -26,6 +26,7 @@ from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.engine.garbage import collection_paused
 from rollout.engine.lock import FairLock
 from rollout.engine.profile import StepProfile, profile
+from rollout.engine.sleep_arguments import TAGS, check_sleep, check_tags
 from rollout.errors import (
     EngineAsleepError,
     EngineBusyError,
@@ -46,13 +47,11 @@ from rollout.sampling_params import SamplingParams
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
-from rollout.weights.target import IN_FLIGHT_MODES, InFlightMode
+from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
 from rollout.weights.undo import UndoLog
 from rollout.worker.ledger import LedgerReport, SleepReport, WakeReport
 from rollout.worker.slab import slab_bytes
-
-TAGS = ("scheduling", "weights", "kv_cache", "graphs")
 
 Update = tuple[Request, list[int]]  # a request and the tokens it has just got
 
@@ -65,32 +64,6 @@ class _Pause:
     conflict: str  # for those who want to stop it too
     mode: InFlightMode  # what becomes of requests in flight
     is_draining: bool = False  # they still run, and nobody else is let in
-
-
-def check_tags(tags: Iterable[str] | None) -> list[str]:
-    """The wake-up tags that are meant: all of them by None, one by a string. Raises `ValueError` for an unknown one."""
-    if isinstance(tags, str):
-        tags = [tags]
-    tags = list(TAGS if tags is None else tags)
-    unknown = [tag for tag in tags if tag not in TAGS]
-    if unknown:
-        drafter = " (this engine has no drafter)" if "drafter" in unknown else ""
-        known = ", ".join(map(repr, TAGS))
-        raise ValueError(f"tags={tags!r} is not valid{drafter}: they must be among {known}")
-    return tags
-
-
-def check_sleep(level: int, mode: str) -> None:
-    """Raises `ValueError` for arguments that `sleep` does not take."""
-    if isinstance(level, bool) or not isinstance(level, int) or level not in (0, 1, 2):
-        raise ValueError(f"level={level!r} is not valid: it must be 0 (stop), 1 (KV pool) or 2 (weights too)")
-    if mode not in IN_FLIGHT_MODES:
-        raise ValueError(f"mode={mode!r} is not valid: it must be one of {', '.join(IN_FLIGHT_MODES)}")
-    if mode == "keep" and level > 0:
-        raise ValueError(
-            f"mode='keep' is not valid at level={level}, which gives the KV back: use 'recompute', which lets "
-            "requests compute it anew afterwards, or level=0"
-        )
 
 
 class EngineCore:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 from rollout.config import EngineConfig
 from rollout.core.scheduler import check_fits
 from rollout.engine.bucket import SharedBucket
-from rollout.engine.core import Update, check_sleep, check_tags
+from rollout.engine.core import Update
 from rollout.engine.group import WorkerGroup
 from rollout.engine.importable import pickle_for_workers
 from rollout.engine.lock import FairLock, LockTimeoutError
@@ -46,6 +46,7 @@ from rollout.engine.messages import (
 )
 from rollout.engine.profile import StepProfile
 from rollout.engine.reports import join_ledgers, join_sleep_reports, join_wake_reports
+from rollout.engine.sleep_arguments import check_sleep, check_tags
 from rollout.engine.transfer import apply, pack_family, pack_processors
 from rollout.engine.update_over_ranks import PolicyUpdateOverRanks
 from rollout.errors import (
