@@ -91,7 +91,7 @@ class Planner:
             self._schedule_waiting(step)
         while not step.plan.sequences and self._drop_parked():
             self._schedule_waiting(step)
-        if self.speculation is not None and len(step.plan.draws) <= self.speculation.most_sequences:
+        if self.speculation is not None and step.plan.draws:
             self._add_drafts(step, self.speculation)
         step.plan.num_scheduled_tokens = self.config.max_num_batched_tokens - step.budget
         return step
@@ -331,7 +331,7 @@ class Planner:
         """Gives sequences that decode their drafts, from what all others have left of budget and blocks. A block for
         each request stays free, so that nobody is preempted in the next step because of a draft."""
         plan, drawers = step.plan, step.drawers
-        if not any(map(speculation.can_draft, drawers)):
+        if not any(map(speculation.can_draft, drawers)) or not speculation.is_worth_it(len(drawers)):
             return
         reserve = len(self.running) + step.num_forks
         plan.draws, step.drawers, draws = [], [], plan.draws

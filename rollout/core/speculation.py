@@ -16,6 +16,9 @@ from rollout.request import Request
 _LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not worth computing
 _WEIGHT = 0.125  # of the last draft in the average of those that were right
 _PROBE_EVERY = 24  # steps after which a sequence whose drafts were wrong is tried again
+_FIRST_STEPS = 4  # of a kind, before two kinds are compared
+_STEPS_BETWEEN_COMPARISONS = 128
+_SHORTEST_REST, _LONGEST_REST = 32, 1024  # steps without drafts, where those with drafts were slower a token
 
 
 class Drafter(Protocol):
@@ -39,8 +42,44 @@ class _Sample:
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
 
 
+@dataclass(slots=True)
+class _Pace:
+    """What steps of so many sequences have cost lately, and what those with drafts have brought."""
+
+    plain_seconds: float = 0.0  # of a step without drafts; averages, 0 where nothing is known
+    seconds: float = 0.0  # of a step with drafts, since the last rest
+    tokens: float = 0.0  # that it brought
+    num_drafting: int = 0  # such steps since the last rest
+    num_to_rest: int = _FIRST_STEPS  # steps that are still made without drafts
+    rest: int = _SHORTEST_REST  # how many the next time
+
+    def took(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
+        if not has_drafts:
+            self.plain_seconds = _averaged(self.plain_seconds, seconds)
+            return
+        self.seconds, self.tokens = _averaged(self.seconds, seconds), _averaged(self.tokens, num_tokens)
+        self.num_drafting += 1
+        if self.num_drafting < _FIRST_STEPS or not self.plain_seconds:
+            return
+        if self.tokens * self.plain_seconds < num_sequences * self.seconds:
+            self._stop_for(self.rest)
+            self.rest = min(2 * self.rest, _LONGEST_REST)
+        elif self.num_drafting >= _STEPS_BETWEEN_COMPARISONS:
+            self._stop_for(_FIRST_STEPS // 2)
+            self.rest = _SHORTEST_REST
+
+    def _stop_for(self, num_steps: int) -> None:
+        self.num_to_rest, self.num_drafting, self.seconds, self.tokens = num_steps, 0, 0.0, 0.0
+
+
+def _averaged(average: float, value: float) -> float:
+    """The exponential average with one value more. What is much longer than usual (a step that is recorded, a machine
+    that does something else) does not count for all that it is."""
+    return value if not average else average + 0.2 * (min(value, 2 * average) - average)
+
+
 class Speculation:
-    """The drafters of running requests, and how often they are right."""
+    """The drafters of running requests, how often they are right, and whether the steps are faster for it."""
 
     def __init__(
         self,
@@ -48,13 +87,18 @@ class Speculation:
         most_drafts: int,
         most_sequences: int,
         rate: float = 0.7,
+        *,
+        watches_cost: bool = False,
     ) -> None:
         """At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
-        drafts that is expected at first, gives way to what is found."""
+        drafts that is expected at first, gives way to what is found. With `watches_cost` nothing is drafted in steps of
+        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then."""
         self._make_drafter = make_drafter
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
+        self._watches_cost = watches_cost
         self._samples: dict[str, _Sample] = {}
+        self._paces: dict[int, _Pace] = {}  # by the number of sequences
         self._rate = rate  # that new requests begin with: the average over all
         self.num_drafted = [0] * most_drafts  # by place among a step's drafts, since start
         self.num_accepted = [0] * most_drafts
@@ -66,6 +110,21 @@ class Speculation:
         if request.sample_state is not None or request.beam_options is not None:
             return False
         return request.num_output_tokens >= max(1, len(request.forced_token_ids))
+
+    def is_worth_it(self, num_sequences: int) -> bool:
+        """Whether a step with so many draws should have drafts."""
+        if num_sequences > self.most_sequences:
+            return False
+        pace = self._paces.setdefault(num_sequences, _Pace())
+        if self._watches_cost and pace.num_to_rest:
+            pace.num_to_rest -= 1
+            return False
+        return True
+
+    def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step in which so many sequences decoded has computed `num_rows`, and brought `num_tokens`."""
+        if num_sequences in self._paces:
+            self._paces[num_sequences].took(num_sequences, num_rows > num_sequences, num_tokens, seconds)
 
     def drafts(self, request: Request, most: int) -> list[int]:
         """At most `most` guesses of a request's next tokens."""

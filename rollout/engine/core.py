@@ -277,7 +277,12 @@ class EngineCore:
             self.scheduler.preempt_all()
             self._ended_between_steps = updates
             raise
-        self._count(plan, stepped, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._count(plan, stepped, seconds)
+        speculation = self.scheduler.speculation
+        if speculation is not None and plan.num_scheduled_tokens == len(plan.draws):
+            num_tokens = sum(len(token_ids) for _, token_ids in stepped)
+            speculation.took(len(plan.sequences), plan.num_scheduled_tokens, num_tokens, seconds)
         return updates + stepped
 
     def finish(self, request: Request, stop: str, num_output_tokens: int) -> None:

@@ -20,7 +20,9 @@ class SpeculativeConfig:
 
     A step checks up to `num_speculative_tokens` of them a sequence, fewer where few were right lately, and none while
     more than `max_batch_for_speculation` sequences decode (ours): a full batch has no idle arithmetic to spend.
-    `verification` can only be "coupled": a guess is right where it is the token that would be drawn without it.
+    With `only_if_faster` (ours) neither are there any in steps of as many sequences as have been slower a token for it
+    lately, by the clock. `verification` can only be "coupled": a guess is right where it is the token that would be
+    drawn without it.
 
     Raises `ValueError` naming the field, the value and the valid range.
     """
@@ -31,6 +33,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 5
     suffix_decoding_max_cached_tokens: int = 2**18
     max_batch_for_speculation: int = 8
+    only_if_faster: bool = True
     verification: Literal["coupled"] = "coupled"
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class SpeculativeConfig:
         _check_integer("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
         _check_integer("suffix_decoding_max_cached_tokens", self.suffix_decoding_max_cached_tokens, 0, None)
         _check_integer("max_batch_for_speculation", self.max_batch_for_speculation, 1, None)
+        if not isinstance(self.only_if_faster, bool):
+            raise ValueError(f"only_if_faster={self.only_if_faster!r} is not valid: it must be True or False")
         ngram, suffix = (2, 5), 2**18
         if self.method == "suffix" and (self.prompt_lookup_min, self.prompt_lookup_max) != ngram:
             raise ValueError(

@@ -22,4 +22,9 @@ def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
         return corpora.drafter(request.prompt_token_ids, request.cache_salt)
 
     make_drafter = ngram if config.method == "ngram" else suffix
-    return Speculation(make_drafter, config.num_speculative_tokens, config.max_batch_for_speculation)
+    return Speculation(
+        make_drafter,
+        config.num_speculative_tokens,
+        config.max_batch_for_speculation,
+        watches_cost=config.only_if_faster,
+    )

@@ -76,8 +76,9 @@ PARAMS = [
 ]
 BEAMS = BeamSearchParams(3, 5, ignore_eos=True)
 BEAM_PROMPTS = [SHARED, PROMPTS[-1]]
+ALWAYS = {"max_batch_for_speculation": 100, "only_if_faster": False}
 SPECULATION = [
-    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "max_batch_for_speculation": 30},
+    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, **ALWAYS},
     {"method": "suffix", "num_speculative_tokens": 16},
 ]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
@@ -235,7 +236,7 @@ def test_drafts_that_are_mostly_right_change_nothing(
         preemption_mode=preemption_mode,
         swap_space=40 * block_bytes if preemption_mode == "swap" else 0,
         max_num_batched_tokens=50,
-        speculative_config={"method": "suffix", "num_speculative_tokens": 5, "max_batch_for_speculation": 100},
+        speculative_config={"method": "suffix", "num_speculative_tokens": 5, **ALWAYS},
     )
     counts: list[tuple[float, float]] = []
     for _ in range(2):  # the second time every sample has been seen

@@ -303,3 +303,46 @@ def test_drafters_hear_of_the_end_of_every_sample():
     runner.run()
     closed = {oracle.request.request_id: oracle.closed_with for oracle in made}
     assert closed == {request.request_id: request.token_ids for request in family}
+
+
+def rows_of_steps(speculation: Speculation, seconds: Callable[[int], float], num_steps: int) -> list[int]:
+    """A request alone, with the time of each step a function of its rows; the rows of every step that decodes."""
+    runner = FakeRunner(Scheduler(SchedulerConfig(4, 64, 2000, 16, 200), speculation), vocab=50)
+    runner.add(make_request("a", [1], max_tokens=1900))
+    rows: list[int] = []
+    for _ in range(num_steps):
+        before = sum(len(request.token_ids) for request in runner.requests.values())
+        rows.append(runner.step_plan().num_scheduled_tokens)
+        num_tokens = sum(len(request.token_ids) for request in runner.requests.values()) - before
+        speculation.took(1, rows[-1], num_tokens, seconds(rows[-1]))
+    return rows[1:]
+
+
+def watching(rightness: float) -> Speculation:
+    return Speculation(lambda request: Oracle(request, rightness, 50), 4, 8, rate=1.0, watches_cost=True)
+
+
+def test_drafts_stay_where_steps_with_them_are_faster_a_token():
+    # All of 4 drafts are right: 5 tokens for the time of 2.
+    rows = rows_of_steps(watching(1.0), lambda count: 1.0 if count == 1 else 2.0, 300)
+    assert rows.count(5) > 270
+    assert rows[:4] == [1] * 4 and rows[4:100] == [5] * 96  # plain steps are timed first, and now and then
+    assert rows[100:].count(1) > 0
+
+
+def test_drafts_stop_where_steps_with_them_are_slower_a_token_and_are_tried_again_ever_more_seldom():
+    # All of 4 drafts are right, and still: 5 tokens for the time of 6.
+    rows = rows_of_steps(watching(1.0), lambda count: 1.0 if count == 1 else 6.0, 1000)
+    assert rows.count(5) <= 24
+    assert rows[:44] == [1] * 4 + [5] * 4 + [1] * 32 + [5] * 4
+    tried = [index for index in range(1, len(rows)) if rows[index] == 5 and rows[index - 1] == 1]
+    gaps = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
+    assert gaps == sorted(gaps) and gaps[-1] > 200
+
+
+def test_a_slow_step_by_chance_does_not_decide():
+    count = iter(range(10**6))
+    rows = rows_of_steps(
+        watching(1.0), lambda rows: (1.0 if rows == 1 else 2.0) * (30 if next(count) % 37 == 0 else 1), 300
+    )
+    assert rows.count(5) > 200
