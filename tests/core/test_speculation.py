@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -336,13 +337,15 @@ def test_drafts_stop_where_steps_with_them_are_slower_a_token_and_are_tried_agai
     assert rows.count(5) <= 24
     assert rows[:44] == [1] * 4 + [5] * 4 + [1] * 32 + [5] * 4
     tried = [index for index in range(1, len(rows)) if rows[index] == 5 and rows[index - 1] == 1]
-    gaps = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
     assert gaps == sorted(gaps) and gaps[-1] > 200
 
 
 def test_a_slow_step_by_chance_does_not_decide():
-    count = iter(range(10**6))
-    rows = rows_of_steps(
-        watching(1.0), lambda rows: (1.0 if rows == 1 else 2.0) * (30 if next(count) % 37 == 0 else 1), 300
-    )
-    assert rows.count(5) > 200
+    numbers = itertools.count()
+
+    def seconds(num_rows: int) -> float:
+        usual = 1.0 if num_rows == 1 else 2.0
+        return 30 * usual if next(numbers) % 37 == 0 else usual
+
+    assert rows_of_steps(watching(1.0), seconds, 300).count(5) > 200
