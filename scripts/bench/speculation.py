@@ -25,7 +25,8 @@ from rollout.models.pretrained import SMOLLM2
 TEXTS = (
     "The lighthouse at the end of the pier had been dark since 1987. Nobody in the village knew who paid for its "
     "upkeep, yet its windows were clean and its door was freshly painted every spring.",
-    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)",
     "Boil the potatoes in salted water for twenty minutes. Drain them, add butter, warm milk and a pinch of nutmeg, "
     "and mash until smooth. Season with salt and white pepper, and serve at once.",
     "Meeting moved to Thursday, 14:30, room 2.041. Please bring the signed forms, the list of participants and last "
