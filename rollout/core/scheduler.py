@@ -252,7 +252,7 @@ class Scheduler:
                 continue
             request.num_computed_tokens = sequence.start + len(sequence.token_ids)
             if sequence.target_token_ids and not self._take_scores(request, sequence.start, result):
-                self._retire_in_error(request, outputs)
+                self._retire_in_error(request, outputs, why="the logits are not numbers")
                 continue
             if NOT_A_TOKEN in columns.token_ids[first:last]:
                 self.kv.withdraw(request)
@@ -275,13 +275,20 @@ class Scheduler:
 
     @staticmethod
     def _take_scores(request: Request, start: int, result: StepResult) -> bool:
-        """Appends the scores that are not known yet (after a preemption the first ones are); False if one is NaN."""
+        """Appends the scores that are not known yet (after a preemption the first ones are), up to the first that is
+        NaN; False if there is one."""
         scores, top = result.prompt_logprobs[request.request_id], request.prompt_top_logprobs
         if top is not None:
             top.append(result.prompt_top_logprobs[request.request_id][len(top) - start :])
         num_known = len(request.prompt_logprobs) - start
         request.prompt_logprobs.extend(scores[num_known:].tolist())
-        return not np.isnan(scores).any()
+        if not np.isnan(scores).any():
+            return True
+        first = start + int(np.isnan(scores).argmax())
+        del request.prompt_logprobs[first:]
+        if top is not None:
+            top.truncate(first)
+        return False
 
     def _take_verified(
         self,
