@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout.chat_template import ChatTemplate, describe_difference
 from rollout.engine.admission import LoRAChoice, OnInvalid, params_each
-from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
+from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput, check_whole
 from rollout.prompts import Message, encode_prompt
 from rollout.sampling_params import SamplingParams
 
@@ -182,7 +182,9 @@ class Session:
         return other
 
     def append_sample(self, sample: CompletionOutput) -> None:
-        """Appends a turn that was sampled elsewhere, from this session's token ids as its prompt."""
+        """Appends a turn that was sampled elsewhere, from this session's token ids as its prompt. Raises `ValueError`
+        for the delta of a stream."""
+        check_whole(sample, "sample")
         start = len(self.token_ids)
         self.token_ids = [*self.token_ids, *sample.token_ids]
         self._columns.extend(sample, len(sample.token_ids))

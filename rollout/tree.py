@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.outputs import CompletionOutput, RequestOutput
+from rollout.outputs import CompletionOutput, RequestOutput, check_whole
 
 _ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
@@ -127,6 +127,7 @@ class RolloutTree:
         prompt = list(outputs[0].prompt_token_ids)
         waiting: dict[tuple[str, int], CompletionOutput] = {}
         for output in outputs:
+            check_whole(output, f"the output of request {output.request_id!r}")
             if list(output.prompt_token_ids) != prompt:
                 raise ValueError(f"request {output.request_id!r} has another prompt: a tree has one")
             for sample in output.outputs:

@@ -10,7 +10,7 @@ from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
 from rollout.engine.interface import Engine
 from rollout.lora.request import LoRARequest
-from rollout.outputs import RequestOutput
+from rollout.outputs import RequestOutput, check_whole
 from rollout.prompts import Prompt
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
@@ -84,6 +84,7 @@ class Forks:
 
     def _parent(self, source: str | RequestOutput, sample: int) -> _Parent:
         if isinstance(source, RequestOutput):
+            check_whole(source, f"the output of request {source.request_id!r}")
             _check_sample(sample, len(source.outputs))
             return _of_output(source, sample)
         group = self._delivery.groups.get(source)

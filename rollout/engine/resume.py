@@ -10,7 +10,7 @@ from rollout.engine.beginning import Beginning
 from rollout.engine.collect import Group, is_unfinished
 from rollout.engine.interface import Engine
 from rollout.lora.manager import LoadedAdapter
-from rollout.outputs import CompletionOutput, RequestOutput
+from rollout.outputs import CompletionOutput, RequestOutput, check_whole
 from rollout.prompts import Prompt
 from rollout.request import Request
 from rollout.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ def resume(
         name = f"outputs[{index}]"
         if output.error is not None:
             raise ValueError(f"{name} is of a prompt that was refused: {output.error}")
+        check_whole(output, name)
         if not any(map(is_unfinished, output.outputs)):
             continue
         prompt = Prompt(list(output.prompt_token_ids), output.prompt, output.cache_salt)
