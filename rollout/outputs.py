@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -171,6 +171,19 @@ def check_whole(output: RequestOutput | CompletionOutput, name: str) -> None:
             f"{name} is a delta, which holds only the tokens that were new: collect outputs of "
             "output_kind=RequestOutputKind.CUMULATIVE or FINAL_ONLY instead"
         )
+
+
+def outputs_each(outputs: RequestOutput | Iterable[RequestOutput]) -> list[RequestOutput]:
+    """One output, or several, as a list. Raises `TypeError` for what is none."""
+    if isinstance(outputs, RequestOutput):
+        return [outputs]
+    if not isinstance(outputs, Iterable):
+        raise TypeError(f"outputs={outputs!r} is not valid: it must be a RequestOutput or a list of them")
+    items = list(outputs)
+    for item in items:
+        if not isinstance(item, RequestOutput):
+            raise TypeError(f"outputs holds a {type(item).__name__}: it must be RequestOutput")
+    return items
 
 
 def json_safe(value: Any) -> Any:

@@ -47,7 +47,7 @@ def test_a_delta_is_refused_where_a_whole_sample_is_needed(
 ) -> None:
     delta = outputs_of(llm, RequestOutputKind.DELTA)[place]
     for each in (delta, pickle.loads(pickle.dumps(delta)), replace(delta, is_delta=False)):
-        with pytest.raises(ValueError, match="is a delta.*CUMULATIVE or FINAL_ONLY"):
+        with pytest.raises(ValueError, match=r"is a delta.*CUMULATIVE or FINAL_ONLY"):
             use(llm, each)
     assert llm.num_unfinished == 0
 
