@@ -101,8 +101,8 @@ class LLM:
         cannot be applied raises `ValueError` in any case. Raises `EngineAsleepError`,
         `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
 
-        An interruption (Ctrl-C) aborts the prompts, and their samples are lost: `enqueue` and `wait_for_completion` keep
-        them.
+        An interruption (Ctrl-C) aborts the prompts, and their samples are lost: `enqueue` and `wait_for_completion`
+        keep them.
         """
         items = split_prompts(prompts)
         params, priorities = (
@@ -184,10 +184,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Lets unfinished samples (finish reason "abort", or None) go on to what they would have been uninterrupted.
 
-        `sampling_params` are those of the interrupted call, one for all or one an output, with `n` the number of samples
-        in it: `max_tokens`, `min_tokens`, penalties and stop strings count all of the output. Returns whole outputs, with the old tokens and the new, in
-        the same order; samples that had ended, and outputs that have no others, pass through as they are. What was
-        sampled by which policy is told by `policy_versions`. See `docs/trees.md`.
+        `sampling_params` are those of the interrupted call, one for all or one an output, with `n` the number of
+        samples in it: `max_tokens`, `min_tokens`, penalties and stop strings count all of the output. Returns whole
+        outputs, with the old tokens and the new, in the same order; samples that had ended, and outputs that have no
+        others, pass through as they are. What was sampled by which policy is told by `policy_versions`. See
+        `docs/trees.md`.
 
         Raises `ValueError`, before anything is scheduled, for outputs and parameters that do not belong together, and
         as `generate` does.

@@ -51,7 +51,7 @@ def test_an_interruption_loses_no_output(llm: LLM, by_step: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.wait_for_completion()
     assert llm.num_unfinished == 0
-    # case SC-04: what follows returns its own outputs only
+    # What follows returns its own outputs only: case SC-04.
     (between,) = llm.generate(PROMPT, SHORT)
     assert_same(between.outputs[0], whole[0].outputs[0])
     later = llm.enqueue(PROMPT, SHORT) if not by_step else []
