@@ -33,7 +33,7 @@ from rollout.models.loader import iterate_checkpoint
 from rollout.models.pretrained import resolve_model
 from rollout.models.tokenizer import find_eos_token_ids, find_tokenizer
 from rollout.outputs import RequestOutput, ScoreOutput, outputs_each
-from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
+from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, encode_token_ids, split_prompts
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.session import Session
@@ -356,7 +356,7 @@ class LLM:
         put to sleep meanwhile.
         """
         items = split_prompts(token_ids)
-        prompts = self._encode(items, lambda item: encode_prompt(item, None))
+        prompts = self._encode(items, lambda item: encode_token_ids(item, "score"))
         choices = one_each(lora_request, len(items))
         params = SamplingParams(prompt_logprobs=prompt_logprobs)
         too_many = self._admission.too_many_logprobs(params)
@@ -382,6 +382,11 @@ class LLM:
             top = prompt_logprobs_of(request, self._tokenizer)
             outputs.append(ScoreOutput(request.prompt_token_ids, logprobs, top))
         return outputs
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to `vocab_size - 1`."""
+        return self._engine.vocab_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means; `generation_config` may have changed it."""
