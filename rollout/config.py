@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from rollout.speculation.config import SpeculativeConfig
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -44,6 +46,8 @@ class EngineConfig:
     `data_parallel_size` above 1 runs so many copies of the engine, each in a process of its own, which share the
     requests. `num_threads`, `kv_cache_memory` and `swap_space` are of each; without `num_threads` they share the
     machine's cores, and `gpu_memory_utilization` on a CPU is of all of them. On CUDA each has a device of its own.
+    `speculative_config`, a `SpeculativeConfig` or a dictionary of its fields, has several tokens of a sample computed
+    in one step where they can be guessed (`docs/speculation.md`); results are the same.
     `reasoning_start` and `reasoning_end` are the texts between which the model thinks (`thinking_token_budget`).
     """
 
@@ -71,6 +75,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    speculative_config: SpeculativeConfig | None = None
     num_threads: int | None = None
     data_parallel_size: int = 1
     seed: int = 0
@@ -131,6 +136,7 @@ class EngineConfig:
         for field in ("enforce_eager", "enable_lora"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r} is not valid: it must be True or False")
+        object.__setattr__(self, "speculative_config", _speculative_config(self.speculative_config))
         if self.enable_lora and self.data_parallel_size > 1:
             raise ValueError(
                 f"enable_lora=True is not supported with data_parallel_size={self.data_parallel_size}: leave that at 1"
@@ -141,6 +147,21 @@ class EngineConfig:
                     raise ValueError(f"{field}={getattr(self, field)} is not used with enable_lora=False: switch it on")
         if self.trust_remote_code:
             raise ValueError("trust_remote_code=True is not supported: register the architecture with ModelRegistry")
+
+
+def _speculative_config(value: object) -> SpeculativeConfig | None:
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    names = [field.name for field in fields(SpeculativeConfig)]
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"speculative_config={value!r} is not valid: it must be a SpeculativeConfig or a dictionary of its fields"
+        )
+    unknown = [name for name in value if name not in names]
+    if unknown or "method" not in value:
+        why = f"{unknown[0]!r} is no field" if unknown else "'method' is missing"
+        raise ValueError(f"speculative_config={value!r} is not valid: {why}; its fields are {', '.join(names)}")
+    return SpeculativeConfig(**value)
 
 
 def _check_choice(config: EngineConfig, field: str, choices: tuple[str | None, ...]) -> None:

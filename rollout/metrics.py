@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TypeVar
 
 from rollout.core.schedule import SchedulerStats
@@ -30,6 +30,7 @@ class EngineSnapshot:
     stats: SchedulerStats
     counters: EngineCounters
     policy_version: int
+    drafts: list[list[int]] = field(default_factory=list)  # drafted and accepted tokens, by place; none: no speculation
 
 
 _Counts = TypeVar("_Counts", SchedulerStats, EngineCounters)
@@ -47,6 +48,9 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
 
     `kv_cache_usage` is of now, `kv_cache_usage_peak` the largest after any step. `kv_cache_waste` is the share of
     allocated KV slots that held no token, over all steps.
+
+    Where there is speculation, drafts are counted too: those computed, and those that were right, all together and at
+    each place among the drafts of a sequence's step, from 1 on.
     """
     stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
     num_generated = counters.num_generated_tokens + stats.num_beam_tokens
@@ -68,4 +72,15 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         # Replicas step at the same time.
         "tokens_per_second": len(snapshots) * num_generated / max(counters.step_seconds, 1e-9),
         "policy_version": min(snapshot.policy_version for snapshot in snapshots),
+        **_draft_metrics([snapshot.drafts for snapshot in snapshots if snapshot.drafts]),
     }
+
+
+def _draft_metrics(drafts: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+    """Of (drafted, accepted) by place, of each engine that speculates."""
+    metrics: dict[str, float] = {}
+    for name, columns in zip(("draft_tokens", "accepted_draft_tokens"), zip(*drafts, strict=True), strict=False):
+        by_place = [sum(counts) for counts in zip(*columns, strict=True)]
+        metrics[f"{name}_total"] = sum(by_place)
+        metrics |= {f"{name}_total_at_{place}": count for place, count in enumerate(by_place, start=1)}
+    return metrics

@@ -166,6 +166,14 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
+    def cut_output(self, num_tokens: int) -> None:
+        """Drops all output tokens behind the first `num_tokens`, which are there, with their values."""
+        del self.token_ids[self.num_prompt_tokens + num_tokens :]
+        for column in self.arrays:
+            del column[num_tokens:]
+        if self.top_logprobs is not None:
+            self.top_logprobs.truncate(num_tokens)
+
     def cut_back(self) -> None:
         """Drops what is kept of tokens that were never appended, or only in part: an update was interrupted."""
         num_output = min(self.num_known_output_tokens, *map(len, self.arrays))

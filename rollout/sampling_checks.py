@@ -15,7 +15,10 @@ MAX_N = 16384
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_CHOSEN_TOKENS = 128  # in `logprob_token_ids`
+MAX_SAMPLE_INDEX = 2**31 - 1
+MAX_BIAS = 1e30  # float32, in which the kernels compute, goes to 3e38
 _SMALLEST_TOP_P = 1e-30
+_MOST_DIGITS = 10  # of a token id
 _TOKEN_IDS = "a list of token ids of the vocabulary (0 or more)"
 _TEXTS = "a string that is not empty, or a list of such strings"
 
@@ -83,7 +86,7 @@ def _fail(field: str, value: object, valid: str) -> NoReturn:
 
 
 def _texts(field: str, value: object) -> tuple[str, ...]:
-    if value is not None and not isinstance(value, (str, Sequence)):
+    if value is not None and (isinstance(value, bytes) or not isinstance(value, (str, Sequence))):
         _fail(field, value, _TEXTS)
     return (value,) if isinstance(value, str) else tuple(value or ())
 
@@ -94,6 +97,13 @@ def _ids(field: str, value: object) -> tuple[int, ...] | None:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
         _fail(field, value, _TOKEN_IDS)
     return tuple(value)
+
+
+def _is_real(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number. One that is too large for a float is left to the check of the range."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_token_id(value: object) -> TypeGuard[int]:
@@ -108,11 +118,14 @@ def _bias(value: object) -> dict[int, float] | None:
         _fail("logit_bias", value, "a dict from token ids to numbers")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS
+        token_id = int(key) if is_digits else key
         if not _is_token_id(token_id):
             _fail("logit_bias", key, "a dict whose keys are token ids of the vocabulary (0 or more)")
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-            _fail(f"logit_bias[{key!r}]", number, "a finite number")
+        if token_id in bias:
+            _fail("logit_bias", key, "a dict that names each token id once")
+        if not _is_real(number) or not -MAX_BIAS <= number <= MAX_BIAS:
+            _fail(f"logit_bias[{key!r}]", number, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         bias[token_id] = float(number)
     return bias or None
 
@@ -130,7 +143,7 @@ def _integer(params: SamplingParams, field: str, low: int, high: int | None = No
 def _real(params: SamplingParams, field: str, low: float, high: float, open_low: bool = False) -> None:
     value = getattr(params, field)
     valid = f"a finite number {'above' if open_low else 'from'} {low:g} {'and up to' if open_low else 'to'} {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not _is_real(value):
         _fail(field, value, valid)
     if value > high or value < low or (open_low and value == low):
         _fail(field, value, valid)
@@ -138,7 +151,7 @@ def _real(params: SamplingParams, field: str, low: float, high: float, open_low:
 
 def _check_numbers(params: SamplingParams) -> None:
     _integer(params, "n", 1, MAX_N)
-    _integer(params, "first_sample_index", 0, 2**31 - 1)
+    _integer(params, "first_sample_index", 0, MAX_SAMPLE_INDEX)
     _integer(params, "seed", 0, MAX_SEED, optional=True)
     _integer(params, "top_k", 0)
     _integer(params, "max_tokens", 1, optional=True)
@@ -151,7 +164,7 @@ def _check_numbers(params: SamplingParams) -> None:
     _real(params, "min_p", 0.0, 1.0)
     _real(params, "presence_penalty", -2.0, 2.0)
     _real(params, "frequency_penalty", -2.0, 2.0)
-    _real(params, "repetition_penalty", 0.0, 1e6, open_low=True)
+    _real(params, "repetition_penalty", 1e-6, 1e6)
     if params.top_p < _SMALLEST_TOP_P:
         _fail("top_p", params.top_p, f"from {_SMALLEST_TOP_P:g} to 1 (the kernels compute in float32)")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -205,6 +218,8 @@ def _check_kinds(params: SamplingParams) -> None:
 
 
 def _check_combinations(params: SamplingParams) -> None:
+    if params.first_sample_index + params.n - 1 > MAX_SAMPLE_INDEX:
+        _fail("first_sample_index", params.first_sample_index, f"at most {MAX_SAMPLE_INDEX + 1} - n (n={params.n})")
     num_forced = len(params.forced_token_ids or ())
     if params.max_tokens is not None and num_forced > params.max_tokens:
         _fail("forced_token_ids", f"{num_forced} ids", f"at most max_tokens ({params.max_tokens}) ids")

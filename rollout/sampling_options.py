@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,6 +78,13 @@ class StructuredOutputsParams:
             )
         if self.json is not None and not isinstance(self.json, (str, dict)):
             raise ValueError(f"structured_outputs.json={self.json!r} is not valid: it must be a schema, text or dict")
+        if isinstance(self.json, str):
+            try:
+                json.loads(self.json)
+            except ValueError as error:
+                raise ValueError(
+                    f"structured_outputs.json={self.json!r} is not valid: it is no JSON: {error}"
+                ) from error
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

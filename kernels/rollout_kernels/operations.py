@@ -268,10 +268,10 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of q [T, Hq, D] over the paged cache -> [T, Hq, D] (and log-sum-exp of the scores [T, Hq]).
 
-    Sequence s has the queries `query_start[s] : query_start[s + 1]` (int32 [S + 1]), which are its last ones, and
-    `seq_lens[s]` keys (int32 [S], those of this step included), found through `block_tables` (int32 [S, max_blocks]).
-    With a `window` the query at position p sees the keys p - window + 1 to p; with a `soft_cap` a score s becomes
-    soft_cap * tanh(s / soft_cap). Not differentiable: see `varlen_attention`.
+    Sequence s has the queries `query_start[s] : query_start[s + 1]` (int32 [S + 1]), which are its last ones (there may
+    be none), and `seq_lens[s]` keys (int32 [S], those of this step included), found through `block_tables` (int32
+    [S, max_blocks]). With a `window` the query at position p sees the keys p - window + 1 to p; with a `soft_cap` a
+    score s becomes soft_cap * tanh(s / soft_cap). Not differentiable: see `varlen_attention`.
     """
     backend = backend_for(q)
     checks.kv_cache(cache, q, q.shape[-1], backend.kv_layout)

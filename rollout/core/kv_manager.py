@@ -123,6 +123,21 @@ class KVManager:
             table.append(pool.take().block_id)
         return True
 
+    def extend(self, request: Request, num_tokens: int, reserve: int) -> int:
+        """Slots for up to `num_tokens` leading tokens, of which `allocate` has given some in this step already: takes
+        blocks as long as `reserve` others stay free. Returns for how many tokens there are slots now."""
+        table = self._requests[request.request_id].block_ids
+        num_missing = self.num_blocks_for(num_tokens) - len(table)
+        for _ in range(min(num_missing, self.pool.num_free - reserve)):
+            table.append(self.pool.take().block_id)
+        return min(num_tokens, len(table) * self.block_size)
+
+    def trim(self, request: Request) -> None:
+        """Gives back blocks behind the computed tokens: what was written there is worth nothing."""
+        table = self._requests[request.request_id].block_ids
+        while len(table) > self.num_blocks_for(request.num_computed_tokens):
+            self.pool.release(self.pool.blocks[table.pop()])
+
     def fork(self, parent: Request, child: Request, num_tokens: int | None = None) -> None:
         """Gives `child`, which holds nothing, a share of the blocks of `parent`, the partial one included.
 

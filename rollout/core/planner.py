@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from rollout.core.blocks import Block
 from rollout.core.kv_manager import KVManager
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan
+from rollout.core.speculation import Speculation
 from rollout.request import Request, RequestStatus
 
 _RUNNING = RequestStatus.RUNNING
@@ -51,15 +54,24 @@ class Step:
     requests: list[Request] = field(default_factory=list)  # of plan.sequences
     drawers: list[Request] = field(default_factory=list)  # of plan.draws
     num_forks: int = 0
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # by request id: guessed tokens behind the known ones
     computing: set[bytes] | None = None  # hashes of the blocks that this step fills; None while nobody asks
 
 
 class Planner:
     """Plans steps over the scheduler's two queues; the scheduler takes the results."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager, running: RequestQueue, waiting: RequestQueue) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        running: RequestQueue,
+        waiting: RequestQueue,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.config = config
         self.kv = kv
+        self.speculation = speculation  # None: nothing is guessed
         self.running = running
         self.waiting = waiting
         self.parked = RequestQueue()  # beams that have drawn and hold KV, until their search goes on
@@ -79,6 +91,8 @@ class Planner:
             self._schedule_waiting(step)
         while not step.plan.sequences and self._drop_parked():
             self._schedule_waiting(step)
+        if self.speculation is not None and step.plan.draws:
+            self._add_drafts(step, self.speculation)
         step.plan.num_scheduled_tokens = self.config.max_num_batched_tokens - step.budget
         return step
 
@@ -288,14 +302,18 @@ class Planner:
 
     def _plan_draw(self, step: Step, request: Request, position: int, row: int = -1) -> None:
         """Plans the draw of the token at `position`, from a row of the last sequence."""
+        step.plan.draws.append(self._draw(request, len(step.plan.sequences) - 1, position, row))
+        step.drawers.append(request)
+
+    @staticmethod
+    def _draw(request: Request, sequence_index: int, position: int, row: int) -> Draw:
         params = request.params
         banned = request.banned_token_ids(position) if params.min_tokens else ()
-        sequence_index = len(step.plan.sequences) - 1
         forced_token_id = -1
         if params.forced_token_ids:
             index = position - request.num_prompt_tokens
             forced_token_id = params.forced_token_ids[index] if index < len(params.forced_token_ids) else -1
-        draw = Draw(
+        return Draw(
             request.request_id,
             sequence_index,
             params,
@@ -308,8 +326,44 @@ class Planner:
             forced_token_id,
             request.beam_options is not None,
         )
-        step.plan.draws.append(draw)
-        step.drawers.append(request)
+
+    def _add_drafts(self, step: Step, speculation: Speculation) -> None:
+        """Gives sequences that decode their drafts, from what all others have left of budget and blocks. A block for
+        each request stays free, so that nobody is preempted in the next step because of a draft."""
+        plan, drawers = step.plan, step.drawers
+        if not any(map(speculation.can_draft, drawers)) or not speculation.is_worth_it(len(drawers)):
+            return
+        reserve = len(self.running) + step.num_forks
+        plan.draws, step.drawers, draws = [], [], plan.draws
+        for draw, request in zip(draws, drawers, strict=True):
+            plan.draws.append(draw)
+            step.drawers.append(request)
+            sequence = plan.sequences[draw.sequence_index]
+            if request is not step.requests[draw.sequence_index] or len(sequence.token_ids) != 1 or request.siblings:
+                continue
+            if not speculation.can_draft(request):
+                continue
+            num_known = request.num_tokens
+            most = min(
+                step.budget,
+                request.num_prompt_tokens + request.max_tokens - num_known - 1,
+                self.config.max_model_len - num_known - 1,
+            )
+            drafts = speculation.drafts(request, most) if most > 0 else []
+            num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
+            drafts = drafts[: num_slots - num_known]
+            if not drafts:
+                continue
+            step.budget -= len(drafts)
+            step.drafts[request.request_id] = drafts
+            block_ids = self.kv.block_ids(request).copy()
+            plan.sequences[draw.sequence_index] = msgspec.structs.replace(
+                sequence, token_ids=[*sequence.token_ids, *drafts], block_ids=block_ids
+            )
+            plan.draws[-1] = msgspec.structs.replace(draw, row=0)
+            for row in range(1, len(drafts) + 1):
+                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row))
+                step.drawers.append(request)
 
     def _plan_forks(self, step: Step, leader: Request) -> None:
         """Siblings draw their first token from the leader's last prompt row: as many as find a seat and a block."""

@@ -13,6 +13,7 @@ from rollout.core.kv_manager import KVManager
 from rollout.core.planner import Planner, SchedulerConfig, Step
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import SchedulePlan, SchedulerStats, StepResult
+from rollout.core.speculation import Speculation
 from rollout.core.stop import NOT_A_TOKEN, REPETITION_DETECTED, check_stop, ends_in_repetition
 from rollout.request import FinishReason, Request, RequestStatus
 
@@ -76,14 +77,15 @@ class Scheduler:
     every request becomes first once, and since `add` refuses what the pool cannot hold, every request ends.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
         self.config = config
+        self.speculation = speculation
         self.kv = KVManager(config.num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_blocks)
         self._requests: dict[str, Request] = {}  # everything unfinished
         self._groups: dict[str, dict[str, Request]] = {}  # group id -> its unfinished requests
         self._running = RequestQueue()
         self._waiting = RequestQueue()  # without the siblings that still wait for their leader's prompt
-        self._planner = Planner(config, self.kv, self._running, self._waiting)
+        self._planner = Planner(config, self.kv, self._running, self._waiting, speculation)
         self._beams = BeamGroups(self._planner)
         self._in_flight: Step | None = None
         self._num_added = 0
@@ -185,6 +187,8 @@ class Scheduler:
             return
         request.status = RequestStatus.FINISHED
         self.kv.forget(request)
+        if self.speculation is not None:
+            self.speculation.ended(request)
         self._pass_on_siblings(request)
         request.forked_from = None
         del self._requests[request.request_id]
@@ -243,9 +247,12 @@ class Scheduler:
             if request.status is not _RUNNING:
                 continue
             sequence = plan.sequences[index]
+            if step.drafts and request.request_id in step.drafts:
+                self._take_verified(request, step.drafts[request.request_id], columns, first, outputs)
+                continue
             request.num_computed_tokens = sequence.start + len(sequence.token_ids)
             if sequence.target_token_ids and not self._take_scores(request, sequence.start, result):
-                self._retire_in_error(request, outputs)
+                self._retire_in_error(request, outputs, why="the logits are not numbers")
                 continue
             if NOT_A_TOKEN in columns.token_ids[first:last]:
                 self.kv.withdraw(request)
@@ -268,13 +275,51 @@ class Scheduler:
 
     @staticmethod
     def _take_scores(request: Request, start: int, result: StepResult) -> bool:
-        """Appends the scores that are not known yet (after a preemption the first ones are); False if one is NaN."""
+        """Appends the scores that are not known yet (after a preemption the first ones are), up to the first that is
+        NaN; False if there is one."""
         scores, top = result.prompt_logprobs[request.request_id], request.prompt_top_logprobs
         if top is not None:
             top.append(result.prompt_top_logprobs[request.request_id][len(top) - start :])
         num_known = len(request.prompt_logprobs) - start
         request.prompt_logprobs.extend(scores[num_known:].tolist())
-        return not np.isnan(scores).any()
+        if not np.isnan(scores).any():
+            return True
+        first = start + int(np.isnan(scores).argmax())
+        del request.prompt_logprobs[first:]
+        if top is not None:
+            top.truncate(first)
+        return False
+
+    def _take_verified(
+        self,
+        request: Request,
+        drafts: list[int],
+        columns: _Draws,
+        first: int,
+        outputs: list[tuple[Request, list[int]]],
+    ) -> None:
+        """Gives a request what it drew, from draw `first` on, up to the first token that is not the draft it has been
+        computed with: each as if it came from a step of its own. The KV of the other drafts is given up."""
+        new: list[int] = []
+        num_accepted = 0
+        for index, draft in enumerate([*drafts, NOT_A_TOKEN], start=first):
+            token_id = columns.token_ids[index]
+            request.num_computed_tokens += 1
+            if token_id == NOT_A_TOKEN:
+                self._retire_in_error(request, outputs, new, columns.failures.get(index))
+                break
+            self.kv.publish(request)
+            _take_arrays(request, columns, index)
+            new.append(token_id)
+            self._take_token(request, token_id)
+            num_accepted += token_id == draft
+            if request.is_finished or token_id != draft:
+                outputs.append((request, new))
+                break
+        if not request.is_finished:
+            self.kv.trim(request)
+        if self.speculation is not None:
+            self.speculation.verified(request, len(drafts), num_accepted)
 
     def _take_draws(
         self, drawers: list[Request], columns: _Draws, first: int, outputs: list[tuple[Request, list[int]]]
@@ -483,7 +528,8 @@ class Scheduler:
         if self._in_flight is None:
             assert num_held == num_needed, f"{request.request_id} holds {num_held} blocks and needs {num_needed}"
         else:
-            assert num_needed <= num_held <= self.kv.num_blocks_for(num_known)
+            num_drafts = len(self._in_flight.drafts.get(request.request_id, ()))
+            assert num_needed <= num_held <= self.kv.num_blocks_for(num_known + num_drafts)
 
 
 def _take_arrays(request: Request, columns: _Draws, index: int) -> None:

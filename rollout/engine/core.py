@@ -44,6 +44,7 @@ from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
+from rollout.speculation.drafters import make_speculation
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
@@ -99,7 +100,8 @@ class EngineCore:
                 enable_prefix_caching=config.enable_prefix_caching,
                 policy=config.scheduling_policy,
                 preemption_mode=config.preemption_mode,
-            )
+            ),
+            make_speculation(config.speculative_config),
         )
         memory = self._worker.adapters
         self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
@@ -275,12 +277,20 @@ class EngineCore:
             self.scheduler.preempt_all()
             self._ended_between_steps = updates
             raise
-        self._count(plan, stepped, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._count(plan, stepped, seconds)
+        speculation = self.scheduler.speculation
+        if speculation is not None and plan.num_scheduled_tokens == len(plan.draws):
+            num_tokens = sum(len(token_ids) for _, token_ids in stepped)
+            speculation.took(len(plan.sequences), plan.num_scheduled_tokens, num_tokens, seconds)
         return updates + stepped
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a running request from outside: a stop string was found in its text."""
-        self.scheduler.finish(request, reason, stop_reason)
+    def finish(self, request: Request, stop: str, num_output_tokens: int) -> None:
+        """Ends a request from outside: a stop string was found in the text of its first `num_output_tokens`. Those
+        that came with them are dropped."""
+        self.counters.num_generated_tokens -= request.num_output_tokens - num_output_tokens
+        request.cut_output(num_output_tokens)
+        self.scheduler.finish(request, FinishReason.STOP, stop)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block. False, and nothing is changed, while requests hold blocks."""
@@ -324,7 +334,9 @@ class EngineCore:
 
     def snapshots(self) -> list[EngineSnapshot]:
         """What the engine counts now; one entry, where an engine of replicas has one for each."""
-        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version)]
+        speculation = self.scheduler.speculation
+        drafts = [] if speculation is None else [speculation.num_drafted, speculation.num_accepted]
+        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts)]
 
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from rollout.engine.collect import Group
 from rollout.engine.core import Update
 from rollout.engine.interface import Engine
-from rollout.request import FinishReason
 
 
 class Delivery:
@@ -40,7 +39,7 @@ class Delivery:
                     group.note_receipt(self._engine.receipt)
                 stop = group.append(request, token_ids)
                 if stop is not None:
-                    self._engine.finish(request, FinishReason.STOP, stop)
+                    self._engine.finish(request, stop, group.texts[request.request_id].num_tokens)
                 delivered = True
             finally:
                 if request.is_finished:

@@ -17,7 +17,7 @@ from rollout.lora.manager import LoadedAdapter
 from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineSnapshot
 from rollout.models.causal_lm import CausalLM
-from rollout.request import FinishReason, Request
+from rollout.request import Request
 from rollout.sampling_params import SamplingParams
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
@@ -76,7 +76,7 @@ class Engine(Protocol):
 
     def step(self) -> Iterable[Update]: ...
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None: ...
+    def finish(self, request: Request, stop: str, num_output_tokens: int) -> None: ...
 
     def sleep(self, level: int, mode: InFlightMode, timeout: float | None) -> SleepReport: ...
 

@@ -285,9 +285,11 @@ class EngineReplicas:
         except (WorkerDiedError, EngineClosedError):
             self._ended += handles
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request from outside; of one that has ended already, only the reason changes."""
-        request.finish_reason, request.stop_reason = reason, stop_reason
+    def finish(self, request: Request, stop: str, num_output_tokens: int) -> None:
+        """Ends a request from outside, with its first `num_output_tokens`, in whose text a stop string was found; of
+        one that has ended already, only these and the reason change."""
+        request.cut_output(num_output_tokens)
+        request.finish_reason, request.stop_reason = FinishReason.STOP, stop
         if not request.is_finished:
             request.status = RequestStatus.FINISHED
             (handle,) = self._handles[request.request_id]

@@ -21,7 +21,7 @@ class SampleText:
         self._longest = max(map(len, self._stops), default=0)
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = max(params.min_tokens, len(params.forced_token_ids or ()) - 1)
-        self._num_tokens = 0
+        self.num_tokens = 0  # of the sample, up to the one that completes a stop string
         self._parts: list[str] = []  # the text, before the stop string is cut off
         self._num_characters = 0
         self._tail = ""  # its end, one character less than the longest stop string
@@ -32,21 +32,21 @@ class SampleText:
         self.stop: str | None = None
 
     def append(self, token_ids: list[int]) -> str | None:
-        """Adds the tokens that the sample has got; they end with the one that completes a stop string, if any does.
+        """Adds the tokens that the sample has got, up to the one that completes a stop string, if any does.
 
         Returns that stop string.
         """
         for token_id in token_ids:
             if self.stop is not None:
                 break
-            self._num_tokens += 1
-            self._add(self._growing.append(token_id), is_searched=self._num_tokens > self._min_tokens)
+            self.num_tokens += 1
+            self._add(self._growing.append(token_id), is_searched=self.num_tokens > self._min_tokens)
         return self.stop
 
     def begin(self, token_ids: list[int]) -> None:
         """Adds tokens that the sample had before, which end nothing any more."""
         for token_id in token_ids:
-            self._num_tokens += 1
+            self.num_tokens += 1
             self._add(self._growing.append(token_id), is_searched=False)
 
     def finish(self) -> None:

@@ -174,7 +174,7 @@ class Replica:
     def _finish(self, handle: int) -> None:
         request = self._reporter.request(handle)
         if request is not None and self._engine is not None:
-            self._engine.finish(request, FinishReason.STOP)
+            self._engine.scheduler.finish(request, FinishReason.STOP)
             self._reporter.forget(request)
 
     def _send_ended(self) -> None:

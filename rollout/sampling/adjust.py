@@ -230,21 +230,21 @@ class Adjuster:
         for place, table in tables.items():
             draw = draws[place]
             parts: list[np.ndarray] = []
-            key: list[object] = []
+            key: list[tuple[object, ...]] = []  # what the mask is made of, told apart by kind
             if table.allowed is not None:
                 parts.append(table.allowed)
-                key.append(id(table.allowed))
+                key.append(("allowed", id(table.allowed)))
             if table.bad_words is not None:
                 beginnings = table.bad_words.beginnings(_tail(draw, table.bad_words))
                 parts.append(table.bad_words.mask(beginnings))
-                key.append((id(table.bad_words), beginnings))
+                key.append(("bad words", id(table.bad_words), beginnings))
             if place in grammar_masks:
                 parts.append(grammar_masks[place])
-                key.append(place)
+                key.append(("grammar", place))
             if draw.params.thinking_token_budget is not None:
                 forced = self._token_to_force(draw, parts)
                 if forced is not None:
-                    parts, key = [mask_of([forced], self._vocab_size)], [forced]
+                    parts, key = [mask_of([forced], self._vocab_size)], [("forced", forced)]
             if not parts:
                 continue
             name = tuple(key)

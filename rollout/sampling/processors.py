@@ -60,6 +60,7 @@ def _call(processor: Processor, logits: torch.Tensor, draws: Sequence[Draw], row
     """Puts rows through one processor. Returns what went wrong; the rows are then as they were."""
     places = torch.tensor(rows, device=logits.device)
     given = copy_rows(logits, places)
+    wanted = _kind(given)  # before the processor can change it
     try:
         result = _of_transformers(processor, given, draws) if _is_of_transformers(processor) else None
         if result is None:
@@ -68,10 +69,8 @@ def _call(processor: Processor, logits: torch.Tensor, draws: Sequence[Draw], row
         return f"logits processor {_name(processor)} raised {type(error).__name__}: {error}"
     if not isinstance(result, torch.Tensor):
         return f"logits processor {_name(processor)} returned {type(result).__name__} instead of a tensor"
-    wanted = (given.shape, given.dtype, given.device)
-    got = (result.shape, result.dtype, result.device)
-    if got != wanted:
-        return f"logits processor {_name(processor)} returned {_kind(*got)} instead of {_kind(*wanted)}"
+    if _kind(result) != wanted:
+        return f"logits processor {_name(processor)} returned {_kind(result)} instead of {wanted}"
     put_rows(logits, places, result.detach())
     return None
 
@@ -107,5 +106,6 @@ def _name(processor: Processor) -> str:
     return processor.__qualname__ if kind.__name__ in ("function", "method", "type") else kind.__qualname__
 
 
-def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{dtype} {list(shape)} on {device}"
+def _kind(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}{layout}"

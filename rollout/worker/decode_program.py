@@ -1,10 +1,14 @@
-"""Decode steps without Python between the kernels: a step is recorded once for each batch size, and then replayed.
+"""Decode steps without Python between the kernels: a step is recorded once for each number of rows, and then replayed.
 
 Steps in which some row has a LoRA adapter are recorded apart from the others, which so pay nothing for it.
 
-A step in which every sequence computes one token and draws from it always makes the same kernel calls for the same
-number of sequences; only the values in its inputs differ. These lie in buffers that never move. What a recording sees
-is the model's ordinary forward pass, so model code knows nothing of it.
+A step that draws from every row that it computes always makes the same kernel calls for the same number of rows; only
+the values in its inputs differ. These lie in buffers that never move. What a recording sees is the model's ordinary
+forward pass, so model code knows nothing of it.
+
+Which rows belong to which sequence is one of these values. Every step is recorded as if it had as many sequences as
+rows: those that are not there follow the others, and have no rows. So one recording serves one row from each of five
+sequences as well as five rows (a known token and four drafts) of one.
 """
 
 from __future__ import annotations
@@ -23,18 +27,21 @@ from rollout_kernels import can_record
 from rollout_kernels.cpu.program import NotRecordableError, Program, Workspace, record
 from rollout_kernels.cpu.times import KernelTimes
 
+MOST_DECODE_ROWS = 17  # of a sequence: its last known token, and the most drafts that follow it
+
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     program: Program
-    logits: torch.Tensor  # float32 [S, vocab], valid after a replay until the next one
+    logits: torch.Tensor  # float32 [R, vocab], valid after a replay until the next one
 
 
 class DecodePrograms:
     """Recorded decode steps of one model over one KV pool.
 
-    `memory` (uint8) holds the activations of a step and its logits. Where a step cannot be recorded (the model computes
-    something with torch, a module has hooks, the memory is too small) `run` says so once and for all: `problem`.
+    A step has up to `max_rows` rows. `memory` (uint8) holds its activations and its logits. Where a step cannot be
+    recorded (the model computes something with torch, a module has hooks, the memory is too small) `run` says so once
+    and for all: `problem`.
     """
 
     def __init__(
@@ -42,7 +49,7 @@ class DecodePrograms:
         model: CausalLM,
         kv_caches: KVCaches,
         block_size: int,
-        max_num_seqs: int,
+        max_rows: int,
         max_blocks: int,
         memory: torch.Tensor,
     ) -> None:
@@ -52,28 +59,29 @@ class DecodePrograms:
         self._block_size = block_size
         self._slots_per_block = -(-block_size // 16) * 16
         self._workspace = Workspace(memory)
-        self._recorded: dict[tuple[int, bool], _Recorded] = {}  # by number of sequences, and whether some have adapters
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}  # by number of rows, and whether some have adapters
         modules = list(model.modules())
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self._attributes = [vars(module) for module in modules]
-        self._rows = np.arange(max_num_seqs)
-        self._input_ids = np.zeros(max_num_seqs, np.int64)
-        self._positions = np.zeros(max_num_seqs, np.int64)
-        self._slot_mapping = np.zeros(max_num_seqs, np.int64)
-        self._seq_lens = np.zeros(max_num_seqs, np.int32)
-        self._query_start = np.arange(max_num_seqs + 1, dtype=np.int32)
-        self._adapter_ids = np.full(max_num_seqs, -1, np.int32)
-        self._block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._table_rows: list[list[int]] = [[] for _ in range(max_num_seqs)]  # what the rows of the tables hold
+        self._rows = np.arange(max_rows + 1)
+        self._input_ids = np.zeros(max_rows, np.int64)
+        self._positions = np.zeros(max_rows, np.int64)
+        self._slot_mapping = np.zeros(max_rows, np.int64)
+        self._seq_lens = np.zeros(max_rows, np.int32)
+        self._query_start = np.arange(max_rows + 1, dtype=np.int32)
+        self._has_one_row_each = True  # what the starts of the queries say now
+        self._adapter_ids = np.full(max_rows, -1, np.int32)
+        self._block_tables = np.zeros((max_rows, max_blocks), np.int32)
+        self._table_rows: list[list[int]] = [[] for _ in range(max_rows)]  # what the rows of the tables hold
 
     @property
-    def max_num_seqs(self) -> int:
-        return len(self._rows)
+    def max_rows(self) -> int:
+        return len(self._input_ids)
 
     @property
     def recorded_sizes(self) -> list[int]:
-        """Numbers of sequences for which a step has been recorded."""
+        """Numbers of rows for which a step has been recorded."""
         return sorted({count for count, _ in self._recorded})
 
     def forget_adapter_steps(self) -> None:
@@ -81,18 +89,22 @@ class DecodePrograms:
         self._recorded = {key: recorded for key, recorded in self._recorded.items() if not key[1]}
 
     def run(self, sequences: Sequence[ScheduledSequence], times: KernelTimes | None = None) -> torch.Tensor | None:
-        """Logits float32 [S, vocab] of S sequences with one scheduled token each, or None where nothing was computed.
+        """Logits float32 [R, vocab] of all R scheduled tokens of the sequences, or None where nothing was computed.
 
         They are overwritten by the next call. The kernels' times are added to `times`.
         """
-        count = len(sequences)
-        if self.problem is not None or count > self.max_num_seqs:
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        count = sum(lengths)
+        if self.problem is not None or count > self.max_rows:
             return None
         if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
             return None  # somebody watches or changes what modules do: a replay would not call them
         if not can_record(self._kv_caches[0].keys):
             return None
-        self._fill(sequences)
+        if count == len(sequences):
+            self._fill(sequences)
+        else:
+            self._fill_several(sequences, lengths, count)
         key = count, bool(self._adapter_ids[:count].max(initial=-1) >= 0)
         recorded = self._recorded.get(key)
         if recorded is not None:
@@ -110,20 +122,48 @@ class DecodePrograms:
         return logits
 
     def _fill(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """The inputs of this step into the buffers that the recorded kernels read."""
+        """The inputs of a step with one row a sequence into the buffers that the recorded kernels read."""
         count = len(sequences)
+        if not self._has_one_row_each:
+            self._query_start[:] = self._rows
+            self._has_one_row_each = True
         self._input_ids[:count] = [sequence.token_ids[0] for sequence in sequences]
         self._adapter_ids[:count] = [sequence.adapter_slot for sequence in sequences]
         positions = self._positions[:count]
         positions[:] = [sequence.start for sequence in sequences]
         np.add(positions, 1, out=self._seq_lens[:count], casting="unsafe")
+        self._fill_tables(sequences)
+        self._fill_slots(self._rows[:count], positions)
+
+    def _fill_several(self, sequences: Sequence[ScheduledSequence], lengths: Sequence[int], count: int) -> None:
+        """The same for a step of `count` rows, of which sequence i has `lengths[i]`."""
+        num_seqs = len(sequences)
+        self._has_one_row_each = False
+        query_start = self._query_start
+        np.cumsum(lengths, out=query_start[1 : num_seqs + 1])
+        query_start[num_seqs + 1 : count + 1] = count
+        owner = np.repeat(self._rows[:num_seqs], lengths)
+        starts = np.array([sequence.start for sequence in sequences])
+        self._input_ids[:count] = [token_id for sequence in sequences for token_id in sequence.token_ids]
+        self._adapter_ids[:count] = np.array([sequence.adapter_slot for sequence in sequences], np.int32)[owner]
+        positions = self._positions[:count]
+        np.add((starts - query_start[:num_seqs])[owner], self._rows[:count], out=positions)
+        self._seq_lens[:num_seqs] = starts + lengths
+        self._seq_lens[num_seqs:count] = 0
+        self._fill_tables(sequences)
+        self._fill_slots(owner, positions)
+
+    def _fill_tables(self, sequences: Sequence[ScheduledSequence]) -> None:
         for row, sequence in enumerate(sequences):
             block_ids = sequence.block_ids
             if self._table_rows[row] != block_ids:
                 self._table_rows[row] = block_ids
                 self._block_tables[row, : len(block_ids)] = block_ids
-        blocks = self._block_tables[self._rows[:count], positions // self._block_size].astype(np.int64)
-        np.add(blocks * self._slots_per_block, positions % self._block_size, out=self._slot_mapping[:count])
+
+    def _fill_slots(self, owner: np.ndarray, positions: np.ndarray) -> None:
+        """Where the KV of each row goes. `owner`: its sequence's row of the tables; both are int64 [R]."""
+        blocks = self._block_tables[owner, positions // self._block_size].astype(np.int64)
+        np.add(blocks * self._slots_per_block, positions % self._block_size, out=self._slot_mapping[: len(owner)])
 
     def _step(self, count: int, has_adapters: bool) -> torch.Tensor:
         paged = PagedContext(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from rollout.sampling.grammars import Grammars, PendingMasks
 from rollout.sampling.sampler import sample_rows
 from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
-from rollout.worker.decode_program import DecodePrograms
+from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StepInputs, fetch
 from rollout_kernels.cpu.times import KernelTimes
@@ -71,9 +72,10 @@ class Runner:
         self._move_blocks(plan)
         if plan.is_empty:
             return _empty_result()
-        logits = self._replay(plan)
-        if logits is not None:
-            return self._sample(plan.draws, logits, [draw.sequence_index for draw in plan.draws], masks)
+        decode_rows = _rows_of_decode(plan)
+        logits = None if decode_rows is None else self._replay(plan.sequences)
+        if decode_rows is not None and logits is not None:
+            return self._sample(plan.draws, logits, decode_rows, masks)
         counts = np.array([len(sequence.token_ids) for sequence in plan.sequences])
         rows = _rows_from_end(plan, counts)
         if any(sequence.target_token_ids for sequence in plan.sequences):
@@ -88,17 +90,12 @@ class Runner:
             wanted[0] = 1
         return self._draw(plan, self._forward(plan.sequences, wanted), wanted.cumsum(), rows, masks)
 
-    def _replay(self, plan: SchedulePlan) -> torch.Tensor | None:
-        """Logits of every sequence of a plan that a recorded decode step can compute, otherwise None."""
-        count = len(plan.sequences)
-        if len(plan.draws) != count or plan.num_scheduled_tokens != count:
-            return None
-        if any(sequence.target_token_ids for sequence in plan.sequences):
-            return None
+    def _replay(self, sequences: list[ScheduledSequence]) -> torch.Tensor | None:
+        """Logits of every scheduled token of a decode step, where such a step is recorded, otherwise None."""
         if self.decode_graphs is not None:
-            return self.decode_graphs.run(plan.sequences)
+            return self.decode_graphs.run(sequences)
         if self.decode_programs is not None:
-            return self.decode_programs.run(plan.sequences, self.times)
+            return self.decode_programs.run(sequences, self.times)
         return None
 
     def _move_blocks(self, plan: SchedulePlan) -> None:
@@ -218,6 +215,23 @@ def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:
     for row, sequence in zip(tables, sequences, strict=True):
         row[: len(sequence.block_ids)] = sequence.block_ids
     return tables
+
+
+def _rows_of_decode(plan: SchedulePlan) -> list[int] | None:
+    """The row of each draw among all scheduled tokens, where the plan is one decode step: a few tokens a sequence, and
+    a draw from every one. Otherwise None."""
+    if len(plan.draws) != plan.num_scheduled_tokens or any(sequence.target_token_ids for sequence in plan.sequences):
+        return None
+    if plan.num_scheduled_tokens == len(plan.sequences):
+        return [draw.sequence_index for draw in plan.draws]
+    ends = list(accumulate(len(sequence.token_ids) for sequence in plan.sequences))
+    if max(len(sequence.token_ids) for sequence in plan.sequences) > MOST_DECODE_ROWS:
+        return None
+    rows: list[int] = []
+    for draw in plan.draws:
+        length = len(plan.sequences[draw.sequence_index].token_ids)
+        rows.append(ends[draw.sequence_index] - (length if draw.row >= 0 else 1) + max(draw.row, 0))
+    return rows if rows == list(range(len(rows))) else None
 
 
 def _rows_from_end(plan: SchedulePlan, counts: np.ndarray) -> list[int]:

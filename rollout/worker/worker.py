@@ -28,7 +28,7 @@ from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.worker.batch import KVCaches
-from rollout.worker.decode_program import DecodePrograms
+from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
@@ -36,6 +36,7 @@ from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
 from rollout.worker.sizing import KVPoolSize, full_step, kv_budget, short_step
 
+_FEW_SEQUENCES = 8  # of so many at once each may have several rows in a recorded step (drafts pay where few decode)
 _OWNERS = {
     "scheduling": (),
     "weights": ("weights",),
@@ -251,7 +252,9 @@ class Worker:
         measured = self.platform.measure_peak(lambda: self.execute(plan))
         self.runner.kv_caches = []
         per_token = measured / tokens
-        logits = 4 * self.config.max_num_seqs * self.model.shape.vocab_size
+        max_num_seqs = self.config.max_num_seqs
+        max_rows = max(max_num_seqs, min(max_num_seqs, _FEW_SEQUENCES) * MOST_DECODE_ROWS)
+        logits = 4 * max_rows * self.model.shape.vocab_size
         return int(per_token * self.config.max_num_batched_tokens) + logits
 
     def _measure_full_step(self) -> int:
@@ -382,7 +385,9 @@ class Worker:
             return
         if self._on_gpu:  # the reference waits for the device everywhere: its steps cannot be captured
             return
-        logits = 4 * self.config.max_num_seqs * self.model.shape.vocab_size
+        max_num_seqs = self.config.max_num_seqs
+        max_rows = max(max_num_seqs, min(max_num_seqs, _FEW_SEQUENCES) * MOST_DECODE_ROWS)
+        logits = 4 * max_rows * self.model.shape.vocab_size
         # No page is held before it is written, so the generous part costs nothing where it is not needed.
         slab = self.platform.memory("workspace", 2 * logits + (256 << 20), huge_pages=False)
         self.ledger.register("workspace", slab)
@@ -390,7 +395,7 @@ class Worker:
             self.model,
             self.runner.kv_caches,
             self.config.block_size,
-            self.config.max_num_seqs,
+            max_rows,
             -(-self._longest // self.config.block_size),
             slab.carve((slab.num_bytes,), torch.uint8),
         )

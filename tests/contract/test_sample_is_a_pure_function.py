@@ -76,6 +76,11 @@ PARAMS = [
 ]
 BEAMS = BeamSearchParams(3, 5, ignore_eos=True)
 BEAM_PROMPTS = [SHARED, PROMPTS[-1]]
+ALWAYS = {"max_batch_for_speculation": 100, "only_if_faster": False}
+SPECULATION = [
+    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, **ALWAYS},
+    {"method": "suffix", "num_speculative_tokens": 16},
+]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
 
@@ -137,6 +142,7 @@ def found(setting: dict[str, object]) -> list[BeamSearchOutput]:
     preemption_mode=st.sampled_from(["recompute", "swap"]),
     policy=st.sampled_from(["fcfs", "priority"]),
     num_threads=st.sampled_from([1, 2]),
+    speculative=st.sampled_from([None, *SPECULATION]),
     order=st.permutations(range(len(PROMPTS))),
 )
 def test_outputs_are_bit_identical_under_every_option(
@@ -151,6 +157,7 @@ def test_outputs_are_bit_identical_under_every_option(
     preemption_mode: str,
     policy: str,
     num_threads: int,
+    speculative: dict[str, object] | None,
     order: list[int],
 ) -> None:
     # cases SC-01, SE-02, SE-04
@@ -169,6 +176,7 @@ def test_outputs_are_bit_identical_under_every_option(
             swap_space=num_blocks * block_bytes if preemption_mode == "swap" else 0,
             scheduling_policy=policy,
             num_threads=num_threads,
+            speculative_config=speculative,
         )
         priority = [i % 3 for i in range(len(order))] if policy == "priority" else None
         outputs = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], priority=priority)
@@ -213,6 +221,34 @@ def test_forced_preemption_changes_nothing(
     assert llm.get_metrics()["num_preemptions_total"] >= 3
     for output, wanted in zip(outputs, expected, strict=True):
         assert all(same(a, b) for a, b in zip(output.outputs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_drafts_that_are_mostly_right_change_nothing(
+    setting: dict[str, object], expected: list[list[CompletionOutput]], preemption_mode: str
+) -> None:
+    # cases SD-01, SD-02
+    block_bytes = _slot_bytes(setting) * 16
+    llm = LLM(
+        **setting,  # type: ignore[arg-type]
+        kv_cache_memory=26 * block_bytes,
+        block_size=4,
+        preemption_mode=preemption_mode,
+        swap_space=40 * block_bytes if preemption_mode == "swap" else 0,
+        max_num_batched_tokens=50,
+        speculative_config={"method": "suffix", "num_speculative_tokens": 5, **ALWAYS},
+    )
+    counts: list[tuple[float, float]] = []
+    for _ in range(2):  # the second time every sample has been seen
+        outputs = llm.generate(PROMPTS, PARAMS)
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert all(same(a, b) for a, b in zip(output.outputs, wanted, strict=True))
+        metrics = llm.get_metrics()
+        counts.append((metrics["draft_tokens_total"], metrics["accepted_draft_tokens_total"]))
+    assert counts[1][1] - counts[0][1] > 100
+    assert llm.get_metrics()["num_preemptions_total"] > 0
+    llm.engine.scheduler.check_integrity()
+    assert llm.get_metrics()["kv_cache_usage"] == 0
 
 
 def test_an_aborted_sample_resumes_as_if_it_had_never_stopped(

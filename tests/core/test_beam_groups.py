@@ -242,6 +242,8 @@ class Interruptions(RuleBasedStateMachine):
         result = self.runner.execute(plan)
         tops = result.top_logprobs
         result.top_logprobs = {draw: tops[draw] for draw in tops if 2 * draw < len(plan.draws)}
+        if tops and not result.top_logprobs:  # that reads as if nobody had asked for any
+            result.top_logprobs = {len(plan.draws): tops[max(tops)]}
         try:
             self.scheduler.update(plan, result)
         except KeyError:

@@ -192,9 +192,13 @@ def test_the_first_in_order_is_never_preempted_and_moves_in_every_step(config: S
 class Interruptions(RuleBasedStateMachine):
     """Requests come and go while the scheduler steps, forgets, resets and changes its policy."""
 
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config)
+
     @initialize(config=configs())
     def start(self, config: SchedulerConfig) -> None:
-        self.runner = FakeRunner(Scheduler(config), vocab=VOCAB, poisoned=lambda draw: draw.request_id in self.bad)
+        scheduler = self.make_scheduler(config)
+        self.runner = FakeRunner(scheduler, vocab=VOCAB, poisoned=lambda draw: draw.request_id in self.bad)
         self.scheduler = self.runner.scheduler
         self.requests: list[Request] = []
         self.bad: set[str] = set()

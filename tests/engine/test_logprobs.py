@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from rollout import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -464,3 +465,20 @@ def test_equal_logits_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
     completion = sample(LLM(folder, kv_cache_memory="4MiB"), logprobs=3)
     assert completion.top_token_ids is not None and completion.token_ranks is not None
     assert (completion.top_token_ids == [0, 1, 2]).all() and (completion.token_ranks == 1).all()
+
+
+def test_logits_of_the_prompt_that_are_not_numbers_end_the_sample_and_invent_no_entries(tmp_path: Path) -> None:
+    # case SP-05
+    llm = LLM(make_tiny_llama(tmp_path, tie=False), kv_cache_memory="8MiB")
+    with torch.no_grad(), llm.policy_update() as update:
+        tensors = {name: tensor.clone() for name, tensor in llm.engine.parameters().items()}
+        tensors["model.embed_tokens.weight"][9] = math.nan
+        update.load(tensors)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    good, bad = llm.generate([[5, 6, 7], [5, 6, 9, 7, 8]], params)
+    assert good.outputs[0].finish_reason in ("length", "stop") and len(good.prompt_logprobs or ()) == 3
+    (sample,) = bad.outputs
+    assert (sample.finish_reason, sample.stop_reason) == ("error", "the logits are not numbers")
+    assert bad.prompt_logprobs is not None and len(bad.prompt_logprobs) <= 3  # none of the broken token
+    assert all(math.isfinite(entry.logprob) for place in bad.prompt_logprobs[1:] for entry in (place or {}).values())
+    assert llm.get_metrics()["kv_cache_usage"] == 0

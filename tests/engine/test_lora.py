@@ -134,6 +134,16 @@ def test_recorded_and_eager_steps_with_adapters_agree_bit_for_bit(world: World) 
     assert set(programs._recorded) == {(4, True), (4, False)}
 
 
+def test_recorded_steps_with_several_rows_a_sequence_apply_the_adapter_to_each(world: World) -> None:
+    request = world.requests["a"]
+    (drawn,) = world.engine(enforce_eager=True).generate([PROMPTS[0]], PARAMS, lora_request=request)
+    forced = replace(PARAMS, forced_token_ids=drawn.outputs[0].token_ids[:8])
+    llm = world.engine(max_num_batched_tokens=3)
+    assert_same_samples(llm.generate([PROMPTS[0]], forced, lora_request=request), [drawn])
+    programs = llm.collective_rpc(lambda worker: worker.runner.decode_programs)[0]
+    assert (3, True) in programs._recorded
+
+
 def test_a_step_without_adapters_makes_the_calls_of_an_engine_without_them(world: World) -> None:
     calls = []
     for llm in (world.engine(), LLM(world.folder, kv_cache_memory="2MiB", block_size=4)):

@@ -22,16 +22,18 @@ from tests.support.tiny import make_tiny_llama
 def test_values_outside_a_parameters_range_are_refused_by_name() -> None:
     # case SP-01
     wrong = {
-        "temperature": (math.inf, math.nan, -1, -1e-9, "1", True),
+        "temperature": (math.inf, math.nan, -1, -1e-9, "1", True, 10**400),
         "top_p": (0, 0.0, -0.1, 1.1, math.nan, math.inf),
         "top_k": (-2, 1.5, True),
         "min_p": (-0.1, 1.1, math.nan),
-        "repetition_penalty": (0, 0.0, math.nan),
+        "repetition_penalty": (0, 0.0, 1e-300, math.nan, 10**400),
         "n": (0, -1, 1.5),
         "max_tokens": (0, -5, 2.5),
         "min_tokens": (-1, 17),
         "seed": (-2, 2**63, 1.5),
-        "stop": ("", ["a", ""], [3]),
+        "stop": ("", ["a", ""], [3], b"a"),
+        "first_sample_index": (-1, 2**31),
+        "logit_bias": ({1: 1e300}, {1: math.nan}, {1: 10**400}, {"9" * 5000: 1.0}, {"1": 1, 1: 2}, {"abc": 1}, {-1: 1}),
         "stop_token_ids": ([-1], [1.5]),
         "logprobs": (-2, 1.5),
     }

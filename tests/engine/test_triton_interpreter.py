@@ -67,6 +67,7 @@ def test_decode_steps_ran_in_the_sizes_of_the_ladder(found: dict[str, Any]) -> N
 def test_forced_tokens_and_forks_have_the_bits_of_what_was_drawn(found: dict[str, Any]) -> None:
     forced = found["forced"]
     assert forced["drawn"] == forced["chunk"] == forced["rows"]
+    assert 3 in forced["captured"]  # rows of one sequence
     assert forced["fork"] == forced["fork alone"] != forced["drawn"]
 
 

@@ -125,6 +125,20 @@ def test_prefill_chunks_and_decode_agree_bit_for_bit(
                 assert_same_bits(both, torch.cat((other[:7], whole[:13], other[7:], whole[13:])))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_without_queries_change_nothing(backend: str) -> None:
+    """Recorded decode steps have as many sequences as rows: those that are not there follow, with nothing to do."""
+    sequences = Sequences([40, 33], HEADS[0], torch.bfloat16, 16)
+    queries = [(0, 30, 35), (1, 32, 33), (1, 17, 20)]
+    with rk.use_backend(backend):
+        expected = sequences.attend(queries)
+        for empty in ([(0, 0, 0)] * 6, [(1, 9, 9), (0, 0, 0)]):
+            for place in (0, 1, 3):
+                found = sequences.attend([*queries[:place], *empty, *queries[place:]])
+                assert_same_bits(found[0], expected[0])
+                assert_same_bits(found[1], expected[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_block_size_changes_no_bit(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:

@@ -199,7 +199,8 @@ class FakeRunner:
                 continue
             token_id = next_token(prefix, draw.seed, draw.sample_index, self.vocab, draw.banned_token_ids)
             token_id = draw.forced_token_id if draw.forced_token_id >= 0 else token_id
-            assert whole[draw.position :][:1] in ((), (token_id,)), "a known token is drawn, and not forced"
+            if draw.position < self.requests[draw.request_id].num_tokens:  # behind it stand drafts
+                assert whole[draw.position :][:1] in ((), (token_id,)), "a known token is drawn, and not forced"
             rows.append((token_id, fake_logprob(prefix, token_id)))
             asked, request = draw.params, self.requests[draw.request_id]
             if request.beam_options is not None:

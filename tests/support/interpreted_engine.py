@@ -141,7 +141,8 @@ def forced_along(folder: Path) -> dict[str, Any]:
     (drawn,) = llm.generate(prompt, params, use_tqdm=False)
     forced = replace(params, forced_token_ids=drawn.outputs[0].token_ids[:5])
     (chunk,) = llm.generate(prompt, forced, use_tqdm=False)
-    (rows,) = LLM(folder, kernels="triton", max_num_batched_tokens=3, **ENGINE).generate(prompt, forced, use_tqdm=False)
+    short = LLM(folder, kernels="triton", max_num_batched_tokens=3, **ENGINE)
+    (rows,) = short.generate(prompt, forced, use_tqdm=False)
     request_id = llm.enqueue(prompt, params)[0]
     for _ in range(5):
         llm.step()
@@ -155,6 +156,7 @@ def forced_along(folder: Path) -> dict[str, Any]:
         "drawn": plain([drawn]),
         "chunk": plain([chunk]),
         "rows": plain([rows]),
+        "captured": graphs_of(short).captured_sizes,
         "fork": plain([resumed]),
         "fork alone": plain(llm.generate(prompt, begun, use_tqdm=False)),
     }

@@ -43,10 +43,13 @@ class EchoModel(CausalLM):
         paged = batch.paged
         assert paged is not None and paged.block_size == BLOCK
         self.batch_sizes.append(len(input_ids))
-        assert batch.query_start.tolist() == list(range(len(input_ids) + 1))
-        last_block = paged.block_tables.gather(1, (positions // BLOCK)[:, None])[:, 0]
+        count = len(input_ids)
+        assert batch.query_start.shape == (count + 1,) and batch.query_start[0] == 0
+        owner = torch.searchsorted(batch.query_start, torch.arange(count), right=True) - 1  # `count`: of no sequence
+        tables, keys = (torch.cat([of, of.new_zeros(1, *of.shape[1:])]) for of in (paged.block_tables, paged.seq_lens))
+        last_block = tables[owner].gather(1, (positions // BLOCK)[:, None])[:, 0]
         adapters = torch.full_like(positions, -7) if batch.adapter_ids is None else batch.adapter_ids
-        columns = [input_ids, positions, paged.seq_lens, paged.slot_mapping, last_block, adapters]
+        columns = [input_ids, positions, keys[owner], paged.slot_mapping, last_block, adapters]
         return torch.stack([column.float() for column in columns], dim=1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,13 +72,17 @@ class CountingCapture:
         self.num_bytes = 0
 
 
-def sequences_of(count: int, longest: int = 60, num_adapters: int = 0) -> list[ScheduledSequence]:
+def sequences_of(
+    count: int, longest: int = 60, num_adapters: int = 0, lengths: list[int] | None = None
+) -> list[ScheduledSequence]:
+    """One token each, or `lengths[i]` tokens."""
     made = []
-    for index in range(count):
-        start = random.randrange(longest)
-        blocks = [random.randrange(50) for _ in range(start // BLOCK + 1)]
+    for index, length in enumerate([1] * count if lengths is None else lengths):
+        start = random.randrange(longest - length + 1)
+        blocks = [random.randrange(50) for _ in range((start + length - 1) // BLOCK + 1)]
         slot = random.randrange(num_adapters + 1) - 1
-        made.append(ScheduledSequence(f"r{index}", start, [random.randrange(1000)], blocks, adapter_slot=slot))
+        token_ids = [random.randrange(1000) for _ in range(length)]
+        made.append(ScheduledSequence(f"r{index}", start, token_ids, blocks, adapter_slot=slot))
     return made
 
 
@@ -84,10 +91,13 @@ def expected_rows(sequences: list[ScheduledSequence]) -> list[list[float]]:
     some = any(s.adapter_slot >= 0 for s in sequences)
     return [
         [
-            *(s.token_ids[0], s.start, s.start + 1, s.block_ids[-1] * 16 + s.start % BLOCK, s.block_ids[-1]),
+            *(token_id, position, s.start + len(s.token_ids)),
+            s.block_ids[position // BLOCK] * 16 + position % BLOCK,
+            s.block_ids[position // BLOCK],
             s.adapter_slot if some else -7,
         ]
         for s in sequences
+        for position, token_id in enumerate(s.token_ids, s.start)
     ]
 
 
@@ -123,6 +133,18 @@ def test_every_row_reads_its_own_inputs_whatever_the_batch_before_held() -> None
     assert graphs.captured_sizes == [1, 2, 3, 16, 20] and capture.num_captures == 5
 
 
+def test_several_rows_of_a_sequence_go_through_the_captures_of_one_row_each() -> None:
+    model, capture = EchoModel(), CountingCapture()
+    graphs = graphs_for(model, 20, capture)
+    for lengths in ([5], [1] * 5, [3, 1, 1], [1, 17], [20], [1] * 20, [2, 4, 3, 1, 1], [1] * 9, [5]):
+        sequences = sequences_of(len(lengths), num_adapters=3, lengths=lengths)
+        sequences[0] = replace(sequences[0], adapter_slot=2)
+        logits = graphs.run(sequences)
+        assert logits is not None and logits.tolist() == expected_rows(sequences)
+    assert graphs.captured_sizes == [5, 16, 20] and capture.num_captures == 3
+    assert graphs.run(sequences_of(2, lengths=[17, 4])) is None
+
+
 def test_padded_rows_have_no_slot_and_no_keys() -> None:
     model, capture = EchoModel(), CountingCapture()
     graphs = graphs_for(model, 20, capture)
@@ -150,13 +172,13 @@ def test_inputs_never_move_between_replays() -> None:
     static = StaticInputs(20, 16, CPU)
     inputs = StagedInputs(ImmediateCopies())
     rows = (static.input_ids, static.positions, static.slot_mapping, static.seq_lens, static.adapter_ids)
-    tensors = (*rows, static.block_tables)
+    tensors = (*rows, static.query_start, static.block_tables)
     before = [tensor.data_ptr() for tensor in tensors]
     for count in (20, 3):
         static.fill(sequences_of(count), BLOCK, inputs)
     assert [tensor.data_ptr() for tensor in tensors] == before
     assert all(pointer % 16 == 0 for pointer in before)
-    assert static.num_bytes == sum(tensor.nbytes for tensor in tensors) + static.query_start.nbytes
+    assert static.num_bytes == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_release_forgets_captures_and_their_memory_and_the_next_step_captures_again() -> None:

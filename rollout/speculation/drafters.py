@@ -1,0 +1,30 @@
+"""From the configuration to the drafters that the scheduler asks."""
+
+from __future__ import annotations
+
+from rollout.core.speculation import Drafter, Speculation
+from rollout.request import Request
+from rollout.speculation.config import SpeculativeConfig
+from rollout.speculation.ngram import NgramDrafter
+from rollout.speculation.suffix import Corpora
+
+
+def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
+    """What a scheduler speculates with; None where it does not."""
+    if config is None:
+        return None
+    corpora = Corpora(config.suffix_decoding_max_cached_tokens)
+
+    def ngram(request: Request) -> Drafter:
+        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+
+    def suffix(request: Request) -> Drafter:
+        return corpora.drafter(request.prompt_token_ids, request.cache_salt)
+
+    make_drafter = ngram if config.method == "ngram" else suffix
+    return Speculation(
+        make_drafter,
+        config.num_speculative_tokens,
+        config.max_batch_for_speculation,
+        watches_cost=config.only_if_faster,
+    )

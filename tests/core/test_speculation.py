@@ -1,0 +1,351 @@
+"""Drafts change how many steps a request takes, and nothing else: whatever they guess, and whatever comes between."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout.core.scheduler import Scheduler, SchedulerConfig
+from rollout.core.speculation import Drafter, Speculation
+from rollout.request import FinishReason, Request
+from rollout.sampling_options import RepetitionDetectionParams
+from rollout.sampling_params import SamplingParams
+from tests.core.test_scheduler_properties import (
+    VOCAB,
+    Interruptions,
+    Wish,
+    check_tokens,
+    configs,
+    wishes,
+)
+from tests.support.core_requests import is_idle, make_family, make_request, shape
+from tests.support.fake_runner import FakeRunner, expected_output, next_token
+
+
+class Oracle:
+    """Right about each token with a probability; the others are those that nobody draws."""
+
+    def __init__(self, request: Request, rightness: float, vocab: int = VOCAB) -> None:
+        self.request = request
+        self.rightness = rightness
+        self.vocab = vocab
+        self.random = random.Random(request.request_id)
+        self.closed_with: list[int] | None = None
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        assert token_ids == self.request.token_ids and self.closed_with is None
+        prefix = list(token_ids)
+        drafts: list[int] = []
+        for _ in range(most if self.rightness == 1.0 else self.random.randint(most // 2, most)):
+            token_id = next_token(tuple(prefix), self.request.seed, self.request.sample_index, self.vocab)
+            if self.random.random() >= self.rightness:
+                token_id = self.vocab
+            prefix.append(token_id)
+            drafts.append(token_id)
+        return drafts
+
+    def close(self, token_ids: list[int]) -> None:
+        self.closed_with = list(token_ids)
+
+
+def speculate(
+    rightness: float, most_drafts: int = 4, most_sequences: int = 8, vocab: int = VOCAB, rate: float = 1.0
+) -> Speculation:
+    return Speculation(lambda request: Oracle(request, rightness, vocab), most_drafts, most_sequences, rate)
+
+
+class Constant:
+    """Guesses one token for ever."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        return [self.token_id] * most
+
+    def close(self, token_ids: list[int]) -> None:
+        pass
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    configs(),
+    st.lists(wishes(), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.integers(1, 16),
+    st.integers(1, 8),
+)
+def test_tokens_do_not_depend_on_drafts(
+    config: SchedulerConfig, wanted: list[Wish], rightness: float, most_drafts: int, most_sequences: int
+):
+    speculation = speculate(rightness, most_drafts, most_sequences)
+    runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
+    requests: list[Request] = []
+    for number, wish in enumerate(wanted):
+        family = wish.family(str(number), arrival=number)
+        runner.add(family[0])
+        requests += family
+    runner.run(max_steps=5000)
+    for request in requests:
+        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        check_tokens(request)
+    assert is_idle(runner.scheduler)
+    assert all(map(int.__le__, speculation.num_accepted, speculation.num_drafted))
+    if rightness == 0.0:
+        assert sum(speculation.num_accepted) == 0
+
+
+class InterruptedDrafts(Interruptions):
+    """The same requests, aborts, forks, policy updates and forgotten plans, with drafts of which some are right."""
+
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config, speculate(0.8))
+
+
+TestInterruptedDrafts = InterruptedDrafts.TestCase
+TestInterruptedDrafts.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def run(
+    request: Request, speculation: Speculation | None, vocab: int = VOCAB, **changes: object
+) -> tuple[FakeRunner, int]:
+    """A request alone; the number of its steps, too."""
+    values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 4, "num_blocks": 32}
+    config = SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
+    runner = FakeRunner(Scheduler(config, speculation), vocab=vocab)
+    runner.add(request)
+    num_steps = 0
+    while runner.scheduler.has_unfinished():
+        runner.step()
+        num_steps += 1
+    return runner, num_steps
+
+
+def test_right_drafts_save_steps_and_are_counted_by_their_place():
+    request = make_request("a", [1, 2, 3], max_tokens=31)
+    speculation = speculate(1.0, vocab=50)
+    _, num_steps = run(request, speculation, vocab=50)
+    assert request.output_token_ids == expected_output(request, 50, 64)
+    assert num_steps < 16 and len(request.token_ids) == 34
+    assert sum(speculation.num_accepted) == 31 - num_steps
+    assert speculation.num_accepted == speculation.num_drafted
+    assert speculation.num_drafted == sorted(speculation.num_drafted, reverse=True)
+
+
+def test_wrong_drafts_are_given_up_and_tried_again_now_and_then():
+    request = make_request("a", [1, 2, 3], max_tokens=60)
+    speculation = speculate(0.0, vocab=50, rate=0.7)
+    _, num_steps = run(request, speculation, vocab=50)
+    assert request.output_token_ids == expected_output(request, 50, 64)
+    assert num_steps == 60
+    assert sum(speculation.num_accepted) == 0
+    assert 10 < sum(speculation.num_drafted) < 30  # not 4 * 59
+
+
+def test_a_full_batch_is_served_without_drafts():
+    config = SchedulerConfig(8, 64, 64, 4, 64)
+    runner = FakeRunner(Scheduler(config, speculate(1.0, most_sequences=3)), vocab=VOCAB)
+    for name in "abcd":
+        runner.add(make_request(name, [1, 2], max_tokens=8 if name == "a" else 20))
+    lengths = {length for _ in range(8) for _, _, length in shape(runner.step_plan())[0:4]}
+    assert lengths == {1, 2}  # 2 is the prompt
+    assert max(length for _, _, length in shape(runner.step_plan())) > 1
+    runner.run()
+
+
+# case SD-04
+@pytest.mark.parametrize("max_tokens", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["eos", "stop", "none"])
+def test_an_accepted_run_ends_where_the_request_does(max_tokens: int, kind: str):
+    plain = make_request("a", [1, 2, 3], max_tokens=8)
+    tokens = expected_output(plain, 50, 64)
+    assert len(set(tokens)) == 8
+    ends = frozenset(tokens[2:3])
+    fields = {} if kind == "none" else {"eos_token_ids" if kind == "eos" else "stop_token_ids": ends}
+    results = []
+    for speculation in (None, speculate(1.0, 8, vocab=50)):
+        request = make_request("a", [1, 2, 3], max_tokens=max_tokens, **fields)
+        runner, num_steps = run(request, speculation, vocab=50)
+        assert num_steps == (2 if speculation is not None and max_tokens > 1 else request.num_output_tokens)
+        results.append((request.output_token_ids, request.finish_reason, request.stop_reason, *request.arrays))
+        assert is_idle(runner.scheduler)
+    assert results[0] == results[1]
+    stops = kind != "none" and max_tokens >= 3
+    assert results[0][:2] == (
+        tokens[: 3 if stops else max_tokens],
+        FinishReason.STOP if stops else FinishReason.LENGTH,
+    )
+
+
+@pytest.mark.parametrize("max_model_len", [5, 6, 7, 8])
+def test_no_draft_goes_beyond_the_longest_sequence(max_model_len: int):
+    request = make_request("a", [1, 2, 3], max_tokens=max_model_len - 3)
+    speculation = speculate(1.0, 16)
+    run(request, speculation, max_model_len=max_model_len, num_blocks=2)
+    assert request.output_token_ids == expected_output(request, VOCAB, max_model_len)
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_repetition_ends_a_sample_within_an_accepted_run():
+    outputs = []
+    for speculation in (None, Speculation(lambda request: Constant(0), 8, 8, rate=1.0)):
+        params = SamplingParams(max_tokens=30, repetition_detection=RepetitionDetectionParams(1, 1, 5))
+        request = Request("a", "a", [1, 2], params, seed=0, sample_index=0, max_tokens=30)
+        run(request, speculation, vocab=1)
+        outputs.append((request.output_token_ids, request.finish_reason))
+    assert outputs[0] == outputs[1] == ([0] * 5, FinishReason.REPETITION)
+
+
+def test_drafts_take_only_what_others_leave():
+    # Two requests of which each needs the last free blocks sooner or later: the drafts of one never preempt the other.
+    for num_blocks in range(6, 14):
+        preempted = []
+        for speculation in (None, speculate(0.5, 16)):
+            config = SchedulerConfig(4, 12, 40, 2, max(num_blocks, 12))
+            runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
+            requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in "ab"]
+            for request in requests:
+                runner.add(request)
+            runner.run()
+            preempted.append(sum(request.num_preemptions for request in requests))
+            for request in requests:
+                check_tokens(request)
+        assert preempted[0] == 0 and preempted[1] == 0
+
+
+def test_drafts_share_the_token_budget():
+    config = SchedulerConfig(4, 5, 40, 4, 40)
+    speculation = speculate(1.0, 16)
+    runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
+    for name in "ab":
+        runner.add(make_request(name, [1, 2], max_tokens=10))
+    plans = [shape(runner.step_plan()) for _ in range(2)]
+    assert [length for _, _, length in plans[0]] == [2, 2]
+    assert [length for _, _, length in plans[1]] == [4, 1]  # both have a token, and the first takes what is left
+    runner.run()
+
+
+def test_rejected_tokens_leave_no_block_and_no_hash_behind():
+    config = SchedulerConfig(4, 64, 40, 2, 40)
+    speculation = Speculation(lambda request: Constant(49), 8, 8, rate=1.0)
+    runner = FakeRunner(Scheduler(config, speculation), vocab=49)
+    request = make_request("a", [1, 2, 3], max_tokens=10)
+    runner.add(request)
+    runner.step()
+    plan = runner.scheduler.schedule()
+    assert [len(sequence.token_ids) for sequence in plan.sequences] == [9]
+    assert len(runner.scheduler.kv.block_ids(request)) == 6
+    runner.scheduler.check_integrity()
+    runner.scheduler.update(plan, runner.execute(plan))
+    assert request.num_output_tokens == 2 and request.num_computed_tokens == 4
+    assert len(runner.scheduler.kv.block_ids(request)) == 2
+    assert len(runner.scheduler.kv.pool.index) == 2
+    runner.audit()
+    runner.run()
+
+
+def test_requests_that_a_guess_would_lead_astray_get_none():
+    asked: list[str] = []
+
+    def make(request: Request) -> Drafter:
+        asked.append(request.request_id)
+        return Oracle(request, 1.0)
+
+    config = SchedulerConfig(4, 64, 40, 4, 40)
+    runner = FakeRunner(Scheduler(config, Speculation(make, 4, 8)), vocab=VOCAB)
+    penalised = SamplingParams(max_tokens=6, presence_penalty=1.0)
+    for name, params in (("penalised", penalised), ("plain", SamplingParams(max_tokens=6))):
+        runner.add(Request(name, name, [1, 2], params, seed=0, sample_index=0, max_tokens=6))
+    forced = make_family("forced", [1, 2], max_tokens=6, forced=[0, 1, 2, 3, 4, 0])[0]
+    runner.add(forced)
+    runner.run()
+    assert set(asked) <= {"plain", "forced/0"} and "plain" in asked
+    assert forced.output_token_ids == [0, 1, 2, 3, 4, 0]
+
+
+def test_a_bad_draw_fails_only_where_it_would_without_drafts():
+    def is_poisoned(at: int) -> Callable[..., bool]:
+        return lambda draw: draw.position == at
+
+    for at in range(3, 9):
+        for rightness in (0.0, 1.0):
+            speculation = speculate(rightness, 8, vocab=50)
+            config = SchedulerConfig(4, 64, 64, 4, 32)
+            runner = FakeRunner(Scheduler(config, speculation), vocab=50, poisoned=is_poisoned(at))
+            request = make_request("a", [1, 2, 3], max_tokens=10)
+            runner.add(request)
+            runner.run()
+            plain = make_request("a", [1, 2, 3], max_tokens=10)
+            assert request.finish_reason is FinishReason.ERROR
+            assert request.output_token_ids == expected_output(plain, 50, 64)[: at - 3]
+            assert list(map(len, request.arrays)) == [at - 3] * 4
+
+
+def test_drafters_hear_of_the_end_of_every_sample():
+    made: list[Oracle] = []
+
+    def make(request: Request) -> Drafter:
+        made.append(Oracle(request, 0.5))
+        return made[-1]
+
+    config = SchedulerConfig(2, 64, 40, 4, 40)
+    scheduler = Scheduler(config, Speculation(make, 4, 1))
+    runner = FakeRunner(scheduler, vocab=VOCAB)
+    family = make_family("a", [1, 2], max_tokens=6, n=3)
+    runner.add(family[0])
+    for _ in range(4):
+        runner.step()
+    scheduler.abort([family[1].request_id])
+    runner.run()
+    closed = {oracle.request.request_id: oracle.closed_with for oracle in made}
+    assert closed == {request.request_id: request.token_ids for request in family}
+
+
+def rows_of_steps(speculation: Speculation, seconds: Callable[[int], float], num_steps: int) -> list[int]:
+    """A request alone, with the time of each step a function of its rows; the rows of every step that decodes."""
+    runner = FakeRunner(Scheduler(SchedulerConfig(4, 64, 2000, 16, 200), speculation), vocab=50)
+    runner.add(make_request("a", [1], max_tokens=1900))
+    rows: list[int] = []
+    for _ in range(num_steps):
+        before = sum(len(request.token_ids) for request in runner.requests.values())
+        rows.append(runner.step_plan().num_scheduled_tokens)
+        num_tokens = sum(len(request.token_ids) for request in runner.requests.values()) - before
+        speculation.took(1, rows[-1], num_tokens, seconds(rows[-1]))
+    return rows[1:]
+
+
+def watching(rightness: float) -> Speculation:
+    return Speculation(lambda request: Oracle(request, rightness, 50), 4, 8, rate=1.0, watches_cost=True)
+
+
+def test_drafts_stay_where_steps_with_them_are_faster_a_token():
+    # All of 4 drafts are right: 5 tokens for the time of 2.
+    rows = rows_of_steps(watching(1.0), lambda count: 1.0 if count == 1 else 2.0, 300)
+    assert rows.count(5) > 270
+    assert rows[:4] == [1] * 4 and rows[4:100] == [5] * 96  # plain steps are timed first, and now and then
+    assert rows[100:].count(1) > 0
+
+
+def test_drafts_stop_where_steps_with_them_are_slower_a_token_and_are_tried_again_ever_more_seldom():
+    # All of 4 drafts are right, and still: 5 tokens for the time of 6.
+    rows = rows_of_steps(watching(1.0), lambda count: 1.0 if count == 1 else 6.0, 1000)
+    assert rows.count(5) <= 24
+    assert rows[:44] == [1] * 4 + [5] * 4 + [1] * 32 + [5] * 4
+    tried = [index for index in range(1, len(rows)) if rows[index] == 5 and rows[index - 1] == 1]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps) and gaps[-1] > 200
+
+
+def test_a_slow_step_by_chance_does_not_decide():
+    numbers = itertools.count()
+
+    def seconds(num_rows: int) -> float:
+        usual = 1.0 if num_rows == 1 else 2.0
+        return 30 * usual if next(numbers) % 37 == 0 else usual
+
+    assert rows_of_steps(watching(1.0), seconds, 300).count(5) > 200

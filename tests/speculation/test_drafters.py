@@ -1,0 +1,163 @@
+"""What is guessed from tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout import SpeculativeConfig
+from rollout.speculation.ngram import NgramDrafter
+from rollout.speculation.suffix import Corpora, SuffixDrafter
+
+
+def slow_lookup(tokens: list[int], least: int, longest: int, most: int) -> list[int]:
+    """The longest n-gram at the end that stands somewhere before, the last such place, one token at a time."""
+    for length in range(min(longest, len(tokens) - 1), least - 1, -1):
+        for place in range(len(tokens) - 1, length - 1, -1):
+            if tokens[place - length : place] == tokens[-length:]:
+                grown = list(tokens)
+                for step in range(most):
+                    grown.append(grown[place + step])
+                return grown[len(tokens) :]
+    return []
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 8),
+    st.lists(st.integers(0, 39)),
+)
+def test_ngrams_are_those_that_a_search_finds(
+    tokens: list[int], least: int, more: int, most: int, asked_at: list[int]
+) -> None:
+    drafter = NgramDrafter(least, least + more)
+    for count in sorted({*asked_at, len(tokens)}):
+        known = tokens[:count]
+        if known:
+            assert drafter.propose(known, most) == slow_lookup(known, least, least + more, most)
+
+
+def test_a_text_that_is_copied_is_guessed() -> None:
+    text = list(range(100, 130))
+    drafter = NgramDrafter(2, 5)
+    assert drafter.propose([*text, 7], 4) == []
+    assert drafter.propose([*text, 7, 100, 101], 4) == [102, 103, 104, 105]
+    assert drafter.propose([*text, 7, 100, 101, 102], 2) == [103, 104]
+
+
+def test_a_loop_is_guessed_beyond_its_end() -> None:
+    assert NgramDrafter(2, 4).propose([5, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def suffix(prompt: list[int], corpora: Corpora | None = None, salt: str | None = None) -> SuffixDrafter:
+    return (corpora or Corpora(10_000)).drafter(prompt, salt)
+
+
+def test_suffixes_find_what_the_prompt_and_the_sample_say() -> None:
+    prompt = [*range(100, 130), 7]
+    drafter = suffix(prompt)
+    assert drafter.propose(prompt, 4) == []
+    assert drafter.propose([*prompt, 100, 101], 4) == [102, 103, 104, 105]
+    assert suffix([9]).propose([9, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_suffixes_find_siblings_that_run_and_earlier_samples() -> None:
+    corpora = Corpora(10_000)
+    first, second = suffix([1, 2, 3], corpora), suffix([1, 2, 3], corpora)
+    assert first.propose([1, 2, 3, 50, 51, 52, 53], 4) == []
+    assert second.propose([1, 2, 3, 50], 4) == [51, 52, 53]
+    first.close([1, 2, 3, 50, 51, 52, 53, 54])
+    second.close([1, 2, 3, 50])
+    assert suffix([1, 2, 3], corpora).propose([1, 2, 3, 50, 51], 2) == [52, 53]
+    assert suffix([1, 2, 4], corpora).propose([1, 2, 4, 50, 51], 2) == []  # another prompt
+    assert suffix([1, 2, 3], corpora, "salt").propose([1, 2, 3, 50, 51], 2) == []  # what others may not see
+
+
+def test_suffixes_that_agree_further_back_count_more_and_guesses_follow_the_majority() -> None:
+    corpora = Corpora(10_000)
+    for tail in ([10, 11, 12, 13], [20, 11, 12, 14], [20, 11, 12, 14]):
+        suffix([1, 2], corpora).close([1, 2, *tail])
+    assert suffix([1, 2], corpora).propose([1, 2, 30, 11, 12], 1) == [14]  # two of three
+    # The whole beginning in common, of 5 tokens, counts 25, and the other two 4 each.
+    assert suffix([1, 2], corpora).propose([1, 2, 10, 11, 12], 1) == [13]
+
+
+def test_a_guess_that_few_places_share_is_not_made() -> None:
+    corpora = Corpora(10_000)
+    for other in range(6):
+        suffix([1, 2], corpora).close([1, 2, 30 + other, 8, 9, 50, 60 + other])
+    assert suffix([1, 2], corpora).propose([1, 2, 90, 8, 9], 4) == [50]
+
+
+def test_prompts_that_were_not_asked_lately_are_forgotten() -> None:
+    corpora = Corpora(120)
+    for prompt in range(20):
+        suffix([prompt, 1], corpora).close([prompt, 1, *range(10, 30)])
+    assert corpora.num_tokens <= 120
+    assert suffix([19, 1], corpora).propose([19, 1, 10], 2) == [11, 12]
+    assert suffix([2, 1], corpora).propose([2, 1, 10], 2) == []
+    none = Corpora(0)
+    running = suffix([1, 2], none)
+    suffix([1, 2], none).close([1, 2, 3, 4, 5])
+    assert running.propose([1, 2, 3], 1) == [4]  # as long as the prompt's samples run
+    running.close([1, 2, 3])
+    assert none.num_tokens == 0
+
+
+def test_of_too_many_samples_of_a_prompt_the_oldest_go() -> None:
+    corpora = Corpora(10**6)
+    for number in range(1000):
+        suffix([1, 2], corpora).close([1, 2, *range(1000 + number, 1010 + number)])
+    (corpus,) = corpora._corpora.values()
+    assert len(corpus.samples) <= 260
+    assert corpora.num_tokens == corpus.num_tokens == sum(map(len, corpus.samples.values()))
+    assert all(place >> 32 in corpus.samples for places in corpus.places.values() for place in places)
+    assert suffix([1, 2], corpora).propose([1, 2, 1995], 2) == [1996, 1997]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.integers(0, 60),
+)
+def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
+    outputs: list[list[int]], most: int, capacity: int
+) -> None:
+    corpora = Corpora(capacity)
+    for output in outputs:
+        drafter = corpora.drafter([0, 1], None)
+        for count in range(len(output) + 1):
+            drafts = drafter.propose([0, 1, *output[:count]], most)
+            assert len(drafts) <= most and set(drafts) <= {0, 1, 2}
+        drafter.close([0, 1, *output])
+    assert corpora.num_tokens <= capacity
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"method": "medusa"}, "method='medusa' is not supported yet"),
+        ({"method": "eagle"}, "method='eagle' is not supported yet"),
+        ({"method": "draft_model"}, "method='draft_model' is not supported yet"),
+        ({"method": "magic"}, "method='magic'"),
+        ({"method": "ngram", "verification": "rejection"}, "verification='rejection' is not supported yet"),
+        ({"method": "ngram", "verification": "no"}, "verification='no'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
+        ({"method": "ngram", "num_speculative_tokens": 17}, "num_speculative_tokens=17"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True"),
+        ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min=6"),
+        ({"method": "ngram", "prompt_lookup_max": 1.5}, "prompt_lookup_max=1.5"),
+        ({"method": "ngram", "max_batch_for_speculation": 0}, "max_batch_for_speculation=0"),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max=4"),
+        ({"method": "ngram", "suffix_decoding_max_cached_tokens": 4}, "suffix_decoding_max_cached_tokens=4"),
+    ],
+)
+def test_what_is_not_valid_is_named(fields: dict[str, object], named: str) -> None:
+    make: Callable[..., SpeculativeConfig] = SpeculativeConfig
+    with pytest.raises(ValueError, match=named):
+        make(**fields)
