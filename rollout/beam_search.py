@@ -198,5 +198,5 @@ def _why_not_ended(request: Request) -> str | None:
     if request.finish_reason is FinishReason.ERROR:
         return "the model's logits were not numbers (NaN or infinite)"
     if request.finish_reason is FinishReason.ABORT:
-        return f"the search was aborted: {request.stop_reason or 'by abort(), or because the engine was put to sleep'}"
+        return f"the search was aborted: {request.stop_reason or 'by abort(), or because the engine cannot go on'}"
     return None

@@ -32,8 +32,8 @@ from rollout.models.generation_config import read_generation_defaults
 from rollout.models.loader import iterate_checkpoint
 from rollout.models.pretrained import resolve_model
 from rollout.models.tokenizer import find_eos_token_ids, find_tokenizer
-from rollout.outputs import RequestOutput, ScoreOutput
-from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, split_prompts
+from rollout.outputs import RequestOutput, ScoreOutput, outputs_each
+from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, encode_token_ids, split_prompts
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.session import Session
@@ -100,6 +100,9 @@ class LLM:
         `on_invalid="return"` it yields an output with `error` set and the others run. An adapter that is not known or
         cannot be applied raises `ValueError` in any case. Raises `EngineAsleepError`,
         `WeightsNotLoadedError`, `StaleWeightsError` or `EngineUnusableError` where the engine cannot run.
+
+        An interruption (Ctrl-C) aborts the prompts, and their samples are lost: `enqueue` and `wait_for_completion`
+        keep them.
         """
         items = split_prompts(prompts)
         params, priorities = (
@@ -181,15 +184,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Lets unfinished samples (finish reason "abort", or None) go on to what they would have been uninterrupted.
 
-        `sampling_params` are those of the interrupted call, one for all or one an output: `max_tokens`, `min_tokens`,
-        penalties and stop strings count all of the output. Returns whole outputs, with the old tokens and the new, in
-        the same order; samples that had ended, and outputs that have no others, pass through as they are. What was
-        sampled by which policy is told by `policy_versions`. See `docs/trees.md`.
+        `sampling_params` are those of the interrupted call, one for all or one an output, with `n` the number of
+        samples in it: `max_tokens`, `min_tokens`, penalties and stop strings count all of the output. Returns whole
+        outputs, with the old tokens and the new, in the same order; samples that had ended, and outputs that have no
+        others, pass through as they are. What was sampled by which policy is told by `policy_versions`. See
+        `docs/trees.md`.
 
         Raises `ValueError`, before anything is scheduled, for outputs and parameters that do not belong together, and
         as `generate` does.
         """
-        outputs = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        outputs = outputs_each(outputs)
         params = params_each(sampling_params, len(outputs))
         priorities = priorities_each(priority, len(outputs), self.config.scheduling_policy)
         with self._lock:
@@ -241,22 +245,33 @@ class LLM:
             if not (has_ended and self._engine.is_held):
                 self._delivery.step()
             done = [group for group in self._enqueued.values() if group.num_unfinished == 0]
+            outputs = [group.output(self._tokenizer) for group in done]
             for group in done:
-                del self._enqueued[group.group_id], self._delivery.groups[group.group_id]
-        return [group.output(self._tokenizer) for group in done]
+                self._delivery.groups.pop(group.group_id, None)  # it is not there after an interruption
+                del self._enqueued[group.group_id]
+        return outputs
 
     def wait_for_completion(self, *, use_tqdm: bool | None = None) -> list[RequestOutput]:
         """Runs every enqueued prompt to its end. Returns their outputs in the order in which they were enqueued.
 
-        Raises as `step` does, before anything is waited for.
+        Raises as `step` does, before anything is waited for. An interruption (Ctrl-C) or an error meanwhile aborts what
+        is unfinished, and loses nothing: all outputs, those with finish reason "abort" among them, come from the next
+        `wait_for_completion` or `step`. (With `WorkerDiedError` they come in the error.)
         """
         with self._lock:
             if any(group.num_unfinished for group in self._enqueued.values()):
                 self._engine.check_running()
             groups, self._enqueued = list(self._enqueued.values()), {}
-        with self._outputs_in_errors(groups):
-            self._wait(groups, use_tqdm, "Generating")
-        return [group.output(self._tokenizer) for group in groups]
+        try:
+            with self._outputs_in_errors(groups):
+                self._wait(groups, use_tqdm, "Generating")
+            return [group.output(self._tokenizer) for group in groups]
+        except WorkerDiedError:
+            raise
+        except BaseException:
+            with self._lock:
+                self._enqueued = {group.group_id: group for group in groups} | self._enqueued
+            raise
 
     @property
     def num_unfinished(self) -> int:
@@ -341,7 +356,7 @@ class LLM:
         put to sleep meanwhile.
         """
         items = split_prompts(token_ids)
-        prompts = self._encode(items, lambda item: encode_prompt(item, None))
+        prompts = self._encode(items, lambda item: encode_token_ids(item, "score"))
         choices = one_each(lora_request, len(items))
         params = SamplingParams(prompt_logprobs=prompt_logprobs)
         too_many = self._admission.too_many_logprobs(params)
@@ -367,6 +382,11 @@ class LLM:
             top = prompt_logprobs_of(request, self._tokenizer)
             outputs.append(ScoreOutput(request.prompt_token_ids, logprobs, top))
         return outputs
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to `vocab_size - 1`."""
+        return self._engine.vocab_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means; `generation_config` may have changed it."""
@@ -551,10 +571,13 @@ class LLM:
         """Measures where the time goes inside a `with` block (see `rollout.engine.profile.profile`)."""
         return self._engine.profile()
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests in flight by their ids, keeping what they sampled; unknown ids are ignored."""
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Ends requests in flight by their ids (a string is one id), keeping what they sampled; unknown ids are
+        ignored. What `resume` runs has the ids of the outputs that it was given; where a request of this engine has the
+        same id, as outputs of another engine may, that one is meant."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self._lock:
-            self._engine.abort(request_ids)
+            self._engine.abort(self._delivery.engine_ids(ids))
             self._engine.flush()
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +51,9 @@ class CompletionOutput:
 
     `logprobs` is there where `SamplingParams.logprobs` or `logprob_token_ids` asked for it: a dictionary a token, made
     when it is looked at, of the distribution that `logprobs_mode` names, and the arrays behind it.
+
+    `is_delta`: these are only the tokens, arrays and text that are new since the last output of a stream (DELTA), and
+    what counts tokens counts those. Whoever needs whole samples refuses them: `resume`, `fork`, trees and sessions.
     """
 
     index: int
@@ -70,6 +73,7 @@ class CompletionOutput:
     num_forced_tokens: int = 0
     logprobs: SampleLogprobs | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    is_delta: bool = False
 
     @property
     def cumulative_logprob(self) -> float:
@@ -122,7 +126,8 @@ class RequestOutput:
 
     `prompt_logprobs` is there where `SamplingParams.prompt_logprobs` asked for it: None for the first token, then a
     dictionary a token, always of the raw distribution, since no prompt token was drawn. Where a request was aborted
-    before all of its prompt was computed there are fewer entries than tokens.
+    before all of its prompt was computed there are fewer entries than tokens. Of the outputs of a stream of deltas
+    (`is_delta`) only the first one has it.
     """
 
     request_id: str
@@ -139,6 +144,7 @@ class RequestOutput:
     cache_salt: str | None = None  # as it was given with the prompt
     prompt_logprobs: PromptLogprobs | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"  # of the dictionaries of the outputs
+    is_delta: bool = False  # holds only the samples, and of them only the tokens, that are new (DELTA)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values for JSON; see `json_safe`."""
@@ -156,6 +162,28 @@ class ScoreOutput:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values for JSON; see `json_safe`."""
         return json_safe(self)
+
+
+def check_whole(output: RequestOutput | CompletionOutput, name: str) -> None:
+    """Raises `ValueError` for an output of which only a part is here: `name` (a delta)."""
+    if output.is_delta or (isinstance(output, RequestOutput) and any(sample.is_delta for sample in output.outputs)):
+        raise ValueError(
+            f"{name} is a delta, which holds only the tokens that were new: collect outputs of "
+            "output_kind=RequestOutputKind.CUMULATIVE or FINAL_ONLY instead"
+        )
+
+
+def outputs_each(outputs: RequestOutput | Iterable[RequestOutput]) -> list[RequestOutput]:
+    """One output, or several, as a list. Raises `TypeError` for what is none."""
+    if isinstance(outputs, RequestOutput):
+        return [outputs]
+    if not isinstance(outputs, Iterable):
+        raise TypeError(f"outputs={outputs!r} is not valid: it must be a RequestOutput or a list of them")
+    items = list(outputs)
+    for item in items:
+        if not isinstance(item, RequestOutput):
+            raise TypeError(f"outputs holds a {type(item).__name__}: it must be RequestOutput")
+    return items
 
 
 def json_safe(value: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import torch
 from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
@@ -30,8 +31,10 @@ class Prompt:
 def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One prompt, or a list of them, as a list. A list of integers is one prompt of token ids, and a list of messages
     (`{"role": …, "content": …}`) is one conversation."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+    if isinstance(prompts, (str, Mapping, bytes, bytearray)):
+        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, torch.Tensor):
+        return _rows(prompts)  # type: ignore[return-value]
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={prompts!r} is not valid: it must be a prompt or a list of prompts")
     items = list(prompts)
@@ -40,12 +43,34 @@ def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike
     return items  # type: ignore[return-value]
 
 
+def _rows(prompts: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor of one dimension is one prompt of token ids; of two, a prompt a row, padding included."""
+    return list(prompts) if prompts.ndim > 1 else [prompts]
+
+
+def encode_token_ids(item: PromptLike, name: str) -> Prompt:
+    """Token ids where nothing is tokenised. Raises `ValueError` for text and messages."""
+    if isinstance(item, Mapping):
+        is_text = "prompt_token_ids" not in item and any(item.get(key) is not None for key in ("prompt", "messages"))
+    elif isinstance(item, torch.Tensor) or not isinstance(item, Iterable):
+        is_text = False
+    else:
+        is_text = isinstance(item, str) or any(map(_is_message, item))
+    if is_text:
+        raise ValueError(f"{name} takes token ids only: tokenize text and messages first (`llm.get_tokenizer()`)")
+    return encode_prompt(item, None)
+
+
 def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """Token ids of one prompt. Raises `ValueError` naming what is wrong with it; the vocabulary is not checked here."""
     if isinstance(prompt, str):
         return Prompt(_encode_text(prompt, tokenizer), prompt)
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, tokenizer)
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ValueError(f"prompt={prompt!r} is not valid: text must be str, not {type(prompt).__name__} (decode it)")
+    if isinstance(prompt, torch.Tensor):
+        return Prompt(_check_ids(prompt))
     if not isinstance(prompt, Iterable):
         raise ValueError(f"prompt={prompt!r} is not valid: it must be text, token ids, messages or a dict of these")
     items = list(prompt)
@@ -149,7 +174,14 @@ def _is_message(item: object) -> bool:
 
 
 def _check_ids(ids: object) -> list[int]:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    if isinstance(ids, torch.Tensor):
+        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(
+                f"prompt_token_ids is a tensor of {ids.dtype} and shape {list(ids.shape)}: it must hold integers in "
+                "one dimension"
+            )
+        return ids.tolist()
+    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable):
         raise ValueError(f"prompt_token_ids={ids!r} is not valid: it must be a list of integers")
     items = list(ids)
     for token_id in items:

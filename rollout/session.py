@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout.chat_template import ChatTemplate, describe_difference
 from rollout.engine.admission import LoRAChoice, OnInvalid, params_each
-from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
+from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput, check_whole
 from rollout.prompts import Message, encode_prompt
 from rollout.sampling_params import SamplingParams
 
@@ -145,8 +145,9 @@ class Session:
             raise ValueError("messages cannot follow text or token ids that no chat template has rendered")
         template = self._template()
         ids = template.encode(messages)
-        self._chat = _Chat(list(messages), template.render(messages, add_generation_prompt=True), len(ids))
+        chat = _Chat(list(messages), template.render(messages, add_generation_prompt=True), len(ids))
         self._append_given(ids)
+        self._chat = chat
         return ids
 
     def add_text(self, text: str) -> list[int]:
@@ -161,7 +162,8 @@ class Session:
         return ids
 
     def add_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Appends token ids as they are. Raises `ValueError` for what is no list of integers."""
+        """Appends token ids as they are. Raises `ValueError` for what is no list of integers, and for
+        ids that the model does not have."""
         self._append_given(encode_prompt({"prompt_token_ids": token_ids}, None).token_ids)
 
     def generate(self, sampling_params: SamplingParams | None = None) -> RequestOutput:
@@ -181,8 +183,22 @@ class Session:
             other._chat = _Chat(self._chat.messages[:], self._chat.rendered, self._chat.answer_start)
         return other
 
-    def append_sample(self, sample: CompletionOutput) -> None:
-        """Appends a turn that was sampled elsewhere, from this session's token ids as its prompt."""
+    def append_sample(self, sample: CompletionOutput | RequestOutput) -> None:
+        """Appends a turn that was sampled elsewhere, from this session's token ids as its prompt.
+
+        An output with its one sample tells what its prompt was, and is refused with `ValueError` where that is not what
+        the session holds; a sample alone does not. Raises `ValueError` for the delta of a stream too.
+        """
+        check_whole(sample, "sample")
+        if isinstance(sample, RequestOutput):
+            if len(sample.outputs) != 1:
+                raise ValueError(f"sample has {len(sample.outputs)} outputs: give the one that is to be appended")
+            if list(sample.prompt_token_ids) != self.token_ids:
+                raise ValueError(
+                    f"sample is of another prompt, of {len(sample.prompt_token_ids)} tokens: it must be the "
+                    f"{len(self.token_ids)} that the session holds"
+                )
+            (sample,) = sample.outputs
         start = len(self.token_ids)
         self.token_ids = [*self.token_ids, *sample.token_ids]
         self._columns.extend(sample, len(sample.token_ids))
@@ -205,6 +221,10 @@ class Session:
     def _append_given(self, ids: list[int]) -> None:
         if not ids:
             return
+        size = self.llm.vocab_size
+        outside = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+        if outside is not None:
+            raise ValueError(f"token_ids holds {outside}: ids must be from 0 to {size - 1}")
         start = len(self.token_ids)
         self.token_ids = [*self.token_ids, *ids]
         self._columns.extend(None, len(ids))
@@ -225,14 +245,19 @@ class Session:
         ids = self._without_overlap(template.encode_suffix(suffix))
         answered = [*chat.messages, {"role": "assistant", "content": answer}, *messages]
         start = len(self.token_ids) + len(ids)
-        self._chat = _Chat(answered, before + suffix, start)
         self._append_given(ids)
+        self._chat = _Chat(answered, before + suffix, start)
         return ids
 
+    def _is_special(self, ids: list[int]) -> bool:
+        added = self.llm.get_tokenizer().added_tokens_decoder
+        return bool(ids) and all(token_id in added and added[token_id].special for token_id in ids)
+
     def _without_overlap(self, suffix: list[int]) -> list[int]:
-        """What follows an answer, without the ids that a sample which has ended by itself ends with already."""
+        """What follows an answer, without the ids that a sample ends with already: one that has ended by itself, or
+        that was cut off behind the end of its turn, which `ignore_eos` lets it write."""
         last = self.turns[-1]
-        if last.is_sampled and last.finish_reason == "stop":
+        if last.is_sampled and (last.finish_reason == "stop" or self._is_special(suffix[:1])):
             for length in range(min(len(suffix), last.end - last.start), 0, -1):
                 if self.token_ids[-length:] == suffix[:length]:
                     return suffix[length:]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.outputs import CompletionOutput, RequestOutput
+from rollout.outputs import CompletionOutput, RequestOutput, check_whole, outputs_each
 
 _ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
@@ -116,17 +116,19 @@ class RolloutTree:
     nodes: list[TreeNode]
 
     @classmethod
-    def from_outputs(cls, outputs: Iterable[RequestOutput]) -> RolloutTree:
+    def from_outputs(cls, outputs: RequestOutput | Iterable[RequestOutput]) -> RolloutTree:
         """The tree of all samples of `outputs`: roots and forks, in any order.
 
-        Raises `ValueError` where prompts differ, a sample is there twice, or one that was forked from is missing.
+        Raises `ValueError` where prompts differ, a sample is there twice, or one that was forked from is missing, and
+        for deltas.
         """
-        outputs = list(outputs)
+        outputs = outputs_each(outputs)
         if not outputs:
             raise ValueError("outputs=[] is not valid: a tree has at least one sample")
         prompt = list(outputs[0].prompt_token_ids)
         waiting: dict[tuple[str, int], CompletionOutput] = {}
         for output in outputs:
+            check_whole(output, f"the output of request {output.request_id!r}")
             if list(output.prompt_token_ids) != prompt:
                 raise ValueError(f"request {output.request_id!r} has another prompt: a tree has one")
             for sample in output.outputs:

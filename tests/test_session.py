@@ -281,3 +281,46 @@ def test_templates_are_told_apart_by_whether_they_only_append(llm: LLM, smollm2_
     assert len(preserves_prefixes(tokenizer, chat_template=dated).differences) == 5
     with pytest.raises(ValueError, match="refuses these messages: never"):
         preserves_prefixes(tokenizer, chat_template="{{ raise_exception('never') }}")
+
+
+def test_ids_that_the_model_does_not_have_are_refused(llm: LLM) -> None:
+    session = llm.session()
+    session.add_token_ids([299])
+    for wrong in (300, -1, 10**6):
+        with pytest.raises(ValueError, match=rf"token_ids holds {wrong}: ids must be from 0 to 299"):
+            session.add_token_ids([5, wrong])
+    assert session.token_ids == [299] and len(session.turns) == 1
+
+
+def test_an_output_is_appended_to_the_session_that_it_is_of(llm: LLM) -> None:
+    session, other = llm.session(user("a")), llm.session(user("b"))
+    (output,) = llm.generate([session.token_ids], PARAMS)
+    before = other.token_ids
+    with pytest.raises(ValueError, match="sample is of another prompt"):
+        other.append_sample(output)
+    session.append_sample(output)
+    assert session.token_ids == output.prompt_token_ids + output.outputs[0].token_ids
+    with pytest.raises(ValueError, match="sample is of another prompt"):
+        session.append_sample(output)  # a second time: the session has gone on
+    (pair,) = llm.generate([other.token_ids], SamplingParams(n=2, max_tokens=2))
+    with pytest.raises(ValueError, match="sample has 2 outputs"):
+        other.append_sample(pair)
+    assert other.token_ids == before
+    check_alignment(session)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_end_of_turn_is_written_once_whatever_ended_the_sample(llm: LLM, ignore_eos: bool) -> None:
+    tokenizer = llm.get_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    texts = []
+    for answer in ([40, 41, end], [40, 41]):
+        session = llm.session(user("q"))
+        start = len(session.token_ids)
+        sampled = SamplingParams(max_tokens=len(answer), forced_token_ids=answer, ignore_eos=ignore_eos)
+        reason = session.generate(sampled).outputs[0].finish_reason
+        assert reason == ("stop" if answer[-1] == end and not ignore_eos else "length")
+        session.add(user("r"))
+        check_alignment(session)
+        texts.append(session.token_ids[start:])
+    assert texts[0] == texts[1] and texts[0].count(end) == 2  # of the answer, and of the next message

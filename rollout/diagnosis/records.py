@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rollout.outputs import PolicyVersionSpan, RequestOutput
+from rollout.outputs import PolicyVersionSpan, RequestOutput, check_whole
 from rollout.sampling_params import SamplingParams
 
 
@@ -102,6 +102,7 @@ def records_of(
         if isinstance(sample, SampleRecord):
             records.append(sample)
             continue
+        check_whole(sample, f"the output of request {sample.request_id!r}")
         if sample.lora_request is not None:
             raise ValueError(
                 f"samples hold request {sample.request_id!r}, which was sampled with the LoRA adapter "

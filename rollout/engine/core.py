@@ -471,6 +471,8 @@ class EngineCore:
         self._pause = pause
         try:
             if pause.mode == "abort":
+                searches = [request for request in self.scheduler.unfinished() if request.beam_options is not None]
+                self._end_searches(searches, pause.reason)
                 self._abort_all()
                 self.flush()
         except BaseException:
@@ -607,9 +609,7 @@ class EngineCore:
 
     def _take_version(self, version: int) -> None:
         assert self._pause is not None
-        for search in self.scheduler.begun_beam_searches():
-            self.scheduler.finish(search, FinishReason.ABORT, "a policy update has begun")
-            self._ended_between_steps.append((search, []))
+        self._end_searches(self.scheduler.begun_beam_searches(), "a policy update has begun")
         self._bind_adapters()
         keep = self._pause.mode == "keep"
         if not keep:
@@ -670,6 +670,12 @@ class EngineCore:
         problem = self._placement.problem()
         if problem is not None:
             raise error(problem)
+
+    def _end_searches(self, searches: Iterable[Request], reason: str) -> None:
+        """Ends beam searches with the reason, which their outputs tell."""
+        for search in searches:
+            self.scheduler.finish(search, FinishReason.ABORT, reason)
+            self._ended_between_steps.append((search, []))
 
     def _abort_all(self) -> None:
         self.abort([request.request_id for request in self.scheduler.unfinished()])

@@ -64,6 +64,27 @@ class Delivery:
         finally:
             self.release(groups)
 
+    def engine_ids(self, request_ids: Iterable[str]) -> list[str]:
+        """The ids by which the engine knows requests that outputs name.
+
+        A resumed output keeps its id, and its samples run in a group with another. That id may be of another engine,
+        and a request of this one may have it too: it then means the latter alone.
+        """
+        resumed: dict[str, list[str]] = {}
+        for group in self.groups.values():
+            if group.resumes is not None:
+                resumed.setdefault(group.resumes.request_id, []).append(group.group_id)
+        found: list[str] = []
+        for request_id in request_ids:
+            own = self.groups.get(request_id)
+            if own is not None and own.resumes is None:
+                found.append(request_id)
+            elif request_id in resumed:
+                found += resumed[request_id]
+            elif own is None:
+                found.append(request_id)  # a single sample's, or nobody's
+        return found
+
     def release(self, groups: Sequence[Group]) -> None:
         """Nobody waits for `groups` any more: those that are unfinished are aborted. Takes the lock by itself.
 

@@ -8,7 +8,8 @@ U+FFFD where the sample ends.
 
 In one case text differs from `tokenizer.decode`: that makes every byte token U+FFFD in a row of them which is not
 UTF-8 as a whole. Here, as in SentencePiece itself, the characters of such a row stay, so that none of those which
-were shown has to be taken back.
+were shown has to be taken back. With tokenizers of no known kind the text of a whole sample is made as that of a
+growing one, so that it is what was shown, and what stop strings were looked for in.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ class Detokenizer:
         if not params.detokenize:
             return ""
         spelling = self._spellings[params.skip_special_tokens]
-        if spelling is None:
-            return _decode(self.tokenizer, token_ids, params) if token_ids else ""
-        if spelling.first_pieces is not None:
+        if spelling is None or spelling.first_pieces is not None:
             growing = self.growing(params)
             return "".join([*map(growing.append, token_ids), growing.finish()])
         data = b"".join(map(spelling.pieces.__getitem__, token_ids))

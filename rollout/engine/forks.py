@@ -10,7 +10,7 @@ from rollout.engine.collect import Group
 from rollout.engine.delivery import Delivery
 from rollout.engine.interface import Engine
 from rollout.lora.request import LoRARequest
-from rollout.outputs import RequestOutput
+from rollout.outputs import RequestOutput, check_whole
 from rollout.prompts import Prompt
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ class _Parent:
     beginning: Beginning  # all of its output
     params: SamplingParams | None  # None: an output does not say
     seed: int
+    first_index: int  # the sample index that its group begins with
     next_index: int  # a sample index that none of its group has
     finish_reason: str | None
     lora_request: LoRARequest | None
@@ -84,8 +85,11 @@ class Forks:
 
     def _parent(self, source: str | RequestOutput, sample: int) -> _Parent:
         if isinstance(source, RequestOutput):
+            check_whole(source, f"the output of request {source.request_id!r}")
             _check_sample(sample, len(source.outputs))
             return _of_output(source, sample)
+        if not isinstance(source, str):
+            raise TypeError(f"request={source!r} is not valid: it must be a request id or a RequestOutput")
         group = self._delivery.groups.get(source)
         if group is None:
             raise ValueError(f"request {source!r} is not in flight: give its RequestOutput")
@@ -106,6 +110,11 @@ class Forks:
             params = replace(parent.params, n=n, forced_token_ids=None, prompt_logprobs=None)
         elif params.n not in (1, n):
             raise ValueError(f"sampling_params.n={params.n} is not valid: it must be 1, or n={n}")
+        elif params.first_sample_index not in (0, parent.first_index):
+            raise ValueError(
+                f"first_sample_index={params.first_sample_index} is not valid: leave it at 0 (forks get indices that "
+                "no other sample of their tree has)"
+            )
         inherited = tuple(parent.beginning.token_ids[:at])
         forced = tuple(params.forced_token_ids or inherited)
         if forced[:at] != inherited:
@@ -131,6 +140,7 @@ def _of_request(group: Group, request: Request) -> _Parent:
         beginning=Beginning.of_request(request),
         params=request.params,
         seed=request.seed,
+        first_index=group.samples[0].sample_index,
         next_index=max(sample.sample_index for sample in group.samples) + 1,
         finish_reason=request.finish_reason,
         lora_request=request.lora_request,
@@ -147,6 +157,7 @@ def _of_output(output: RequestOutput, index: int) -> _Parent:
         beginning=Beginning.of_output(sample),
         params=None,
         seed=sample.seed,
+        first_index=sample.sample_index - sample.index,
         next_index=max(other.sample_index for other in output.outputs) + 1,
         finish_reason=sample.finish_reason,
         lora_request=output.lora_request,

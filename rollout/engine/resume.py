@@ -10,7 +10,7 @@ from rollout.engine.beginning import Beginning
 from rollout.engine.collect import Group, is_unfinished
 from rollout.engine.interface import Engine
 from rollout.lora.manager import LoadedAdapter
-from rollout.outputs import CompletionOutput, RequestOutput
+from rollout.outputs import CompletionOutput, RequestOutput, check_whole
 from rollout.prompts import Prompt
 from rollout.request import Request
 from rollout.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ def resume(
         name = f"outputs[{index}]"
         if output.error is not None:
             raise ValueError(f"{name} is of a prompt that was refused: {output.error}")
+        check_whole(output, name)
         if not any(map(is_unfinished, output.outputs)):
             continue
         prompt = Prompt(list(output.prompt_token_ids), output.prompt, output.cache_salt)
@@ -60,6 +61,7 @@ def _requests(
     adapter: LoadedAdapter | None,
 ) -> list[Request]:
     """One request for each unfinished sample."""
+    _check_count(name, output, params)
     number = admission.next_number()
     requests: list[Request] = []
     for index, sample in enumerate(output.outputs):
@@ -86,7 +88,21 @@ def _requests(
     return requests
 
 
+def _check_count(name: str, output: RequestOutput, params: SamplingParams) -> None:
+    """The parameters of forks may be those of their parent: of one sample, say."""
+    count = len(output.outputs)
+    is_fork = any(sample.parent is not None for sample in output.outputs)
+    if params.n != count and not (is_fork and params.n == 1):
+        raise ValueError(
+            f"{name}: n={params.n} is not valid: the output has {count} samples, so that it must be {count}"
+        )
+
+
 def _beginning(sample: CompletionOutput, params: SamplingParams) -> Beginning:
+    first, own = params.first_sample_index, sample.sample_index - sample.index
+    is_parents = sample.parent is not None and first <= sample.parent[1]
+    if first != own and not is_parents:
+        raise ValueError(f"first_sample_index={first} is not valid: that of the interrupted call was {own}")
     if params.seed is not None and params.seed != sample.seed:
         raise ValueError(f"seed={params.seed} is not valid: the sample was drawn with seed {sample.seed}")
     forced = tuple(params.forced_token_ids or ())

@@ -54,6 +54,7 @@ class GroupStream:
         self._kind = group.samples[0].params.output_kind
         self._num_told = [0] * len(group.samples)  # tokens of each sample
         self._told_end = [False] * len(group.samples)
+        self._told_prompt = False  # its logprobs
 
     @property
     def is_done(self) -> bool:
@@ -77,7 +78,13 @@ class GroupStream:
             completions = [self._completion(index, 0) for index in range(len(self._num_told))]
         for index, sample in enumerate(self._group.samples):
             self._num_told[index], self._told_end[index] = sample.num_output_tokens, sample.is_finished
-        return self._group.output(self._tokenizer, completions)
+        output = self._group.output(self._tokenizer, completions)
+        if self._kind is RequestOutputKind.DELTA:
+            output.is_delta = True
+            if self._told_prompt:
+                output.prompt_logprobs = None
+            self._told_prompt = self._told_prompt or output.prompt_logprobs is not None
+        return output
 
     def _is_new(self, index: int) -> bool:
         sample = self._group.samples[index]
@@ -85,9 +92,11 @@ class GroupStream:
 
     def _completion(self, index: int, first: int) -> CompletionOutput:
         """A sample from its output token `first` on, with the text that goes along with it."""
-        text = self._group.texts.get(self._group.samples[index].request_id)
-        if text is None:
-            return self._group.completion(index, self._tokenizer, first)
-        new = text.take()
-        shown = new if self._kind is RequestOutputKind.DELTA else text.shown
-        return self._group.completion(index, self._tokenizer, first, shown)
+        is_delta = self._kind is RequestOutputKind.DELTA
+        text, shown = self._group.texts.get(self._group.samples[index].request_id), None
+        if text is not None:
+            new = text.take()
+            shown = new if is_delta else text.shown
+        completion = self._group.completion(index, self._tokenizer, first, shown)
+        completion.is_delta = is_delta
+        return completion

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,6 +152,31 @@ def test_the_window_says_the_same_as_the_spelling(kind: str) -> None:
     parts = [window.append(token_id) for token_id in ids] + [window.finish()]
     assert "".join(parts) == tokenizer.decode(ids)
     assert isinstance(Detokenizer(tokenizer).growing(params), SpelledText)
+
+
+@pytest.mark.parametrize("kind", tokenizers.BYTE_FALLBACK_ORDERS)
+def test_whole_and_growing_text_agree_whatever_the_order_of_a_decoders_steps(kind: str) -> None:
+    tokenizer = tokenizers.byte_fallback(kind)
+    detokenizer = Detokenizer(tokenizer)
+    rng = np.random.default_rng(0)
+    broken = tokenizer.convert_tokens_to_ids(["<0x7D>", "<0xE4>", "<0x41>", "▁the"])
+    rows = [broken, *rng.integers(0, len(tokenizer), (50, 24)).tolist(), *rng.integers(4, 260, (20, 24)).tolist()]
+    for ids, skips in product(rows, (True, False)):
+        params = SamplingParams(skip_special_tokens=skips)
+        text = detokenizer.text(ids, params)
+        assert text == "".join(grown(detokenizer, ids, params))
+        stopping = SamplingParams(skip_special_tokens=skips, stop=["}", "the"])
+        sample, shown = SampleText(detokenizer.growing(stopping), stopping), ""
+        for token_id in ids:
+            sample.append([token_id])
+            shown += sample.take()
+            if sample.stop is not None:
+                break
+        sample.finish()
+        shown += sample.take()
+        assert shown == sample.text == (text if sample.stop is None else re.split("}|the", text)[0])
+    ids = tokenizer("the cat sat. 你好, é d the", add_special_tokens=False).input_ids
+    assert detokenizer.text(ids, SamplingParams()) == tokenizer.decode(ids)
 
 
 def test_a_window_that_never_becomes_whole_is_bounded() -> None:

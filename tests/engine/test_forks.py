@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout import LLM, RequestOutput, SamplingParams
+from rollout import LLM, RequestOutput, RolloutTree, SamplingParams
 from tests.engine.test_resume import ARRAYS, PARAMS, PROMPT, assert_same
 from tests.support.tiny import make_tiny_llama
 
@@ -180,3 +180,39 @@ def test_the_most_likely_tokens_come_along(folder: Path, budget: int) -> None:
         assert_same(sample, wanted)
         assert sample.logprobs == wanted.logprobs
         assert sample.logprobs is not None and len(sample.logprobs) == 20
+
+
+def test_sample_indices_of_forks_are_not_chosen(folder: Path, reference: LLM) -> None:
+    llm = LLM(folder, kv_cache_memory="8MiB")
+    params = replace(PARAMS, n=2, first_sample_index=3)
+    (parent,) = llm.generate(PROMPT, params)
+    with pytest.raises(ValueError, match="first_sample_index=9 is not valid: leave it at 0"):
+        llm.fork(parent, 2, 1, replace(params, n=1, first_sample_index=9))
+    assert llm.num_unfinished == 0
+    for given in (params, replace(params, first_sample_index=0)):  # the parent's own may stay
+        llm.fork(parent, 2, 2, given, sample=1)
+    outputs = llm.wait_for_completion()
+    assert [sample.sample_index for output in outputs for sample in output.outputs] == [5, 6, 7, 8]
+    forced_alone(reference, outputs[1], 0, PARAMS)
+
+
+def test_forks_with_another_seed_are_of_that_seed(folder: Path, reference: LLM) -> None:
+    llm = LLM(folder, kv_cache_memory="8MiB")
+    (parent,) = llm.generate(PROMPT, PARAMS)
+    llm.fork(parent, 2, 2, replace(PARAMS, n=2, seed=8))
+    (output,) = llm.wait_for_completion()
+    assert [(sample.seed, sample.sample_index) for sample in output.outputs] == [(8, 0), (8, 1)]
+    forced_alone(reference, output, 0, PARAMS)
+
+
+@pytest.mark.parametrize("wrong", [7, None, [7]])
+def test_what_is_no_request_is_not_forked(reference: LLM, wrong: object) -> None:
+    with pytest.raises(TypeError, match="it must be a request id or a RequestOutput"):
+        reference.fork(wrong, at=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="RequestOutput"):
+        RolloutTree.from_outputs(wrong)  # type: ignore[arg-type]
+
+
+def test_a_tree_of_one_output(reference: LLM) -> None:
+    (output,) = reference.generate(PROMPT, PARAMS)
+    assert RolloutTree.from_outputs(output) == RolloutTree.from_outputs([output])

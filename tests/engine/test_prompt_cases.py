@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rollout import LLM, SamplingParams
@@ -239,3 +240,47 @@ def test_tools_and_reasoning_reach_the_template_untouched(tmp_path: Path) -> Non
         llm.chat(conversation, params, chat_template="{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"prompts\[0\]: the chat template refuses these messages"):
         llm.chat(conversation, params, chat_template="{{ 'a' + messages[1]['content'] }}")
+
+
+def test_bytes_are_no_prompt(tmp_path: Path) -> None:
+    llm = small(make_tiny_llama(tmp_path, tokenizer=True))
+    for wrong in (b"abc", bytearray(b"abc"), ["text", b"abc"], {"prompt": b"abc"}, {"prompt_token_ids": b"abc"}):
+        with pytest.raises(ValueError, match=r"b'abc'.* is not valid"):
+            llm.generate(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"b'abc'.* is not valid|score takes token ids only"):
+            llm.score(wrong)  # type: ignore[arg-type]
+    assert llm.num_unfinished == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_tensors_of_integers_are_prompts(tmp_path: Path, dtype: torch.dtype) -> None:
+    llm = small(make_tiny_llama(tmp_path, tokenizer=True))
+    params = SamplingParams(max_tokens=3, seed=1)
+    rows = torch.tensor([[5, 6, 7], [8, 9, 10]], dtype=dtype)
+    expected = llm.generate(rows.tolist(), params)
+    for given in (
+        rows,
+        list(rows),
+        [{"prompt_token_ids": row} for row in rows],
+        rows.numpy(),
+    ):
+        outputs = llm.generate(given, params)  # type: ignore[arg-type]
+        assert [output.prompt_token_ids for output in outputs] == [[5, 6, 7], [8, 9, 10]]
+        assert [output.outputs[0].token_ids for output in outputs] == [o.outputs[0].token_ids for o in expected]
+    (single,) = llm.generate(rows[0], params)  # type: ignore[arg-type]
+    assert single.prompt_token_ids == [5, 6, 7] and all(type(token) is int for token in single.prompt_token_ids)
+    assert llm.score(rows)[1].token_ids == [8, 9, 10]  # type: ignore[arg-type]
+    for wrong in (rows.float(), rows.bool(), rows[None], rows[0, 0]):
+        with pytest.raises(ValueError, match=r"prompt_token_ids is a tensor of torch\.\w+ and shape"):
+            llm.generate(wrong, params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
+        llm.generate(rows[0, :0], params)  # type: ignore[arg-type]
+
+
+def test_score_says_that_it_takes_token_ids_only(tmp_path: Path) -> None:
+    llm = small(make_tiny_llama(tmp_path, tokenizer=True))
+    message = [{"role": "user", "content": "a"}]
+    for wrong in ("text", ["text"], [[5, 6], "text"], message, [message], {"prompt": "text"}, {"messages": message}):
+        with pytest.raises(ValueError, match=r"token_ids\[\d\]: score takes token ids only"):
+            llm.score(wrong)  # type: ignore[arg-type]
+    assert llm.score([{"prompt": "kept", "prompt_token_ids": [5, 6]}])[0].token_ids == [5, 6]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -245,7 +246,7 @@ def test_outputs_and_parameters_that_do_not_belong_together_are_refused(llm: LLM
         (partial, replace(PARAMS, seed=4), r"outputs\[0\]\.outputs\[0\]: seed=4 is not valid: .* drawn with seed 5"),
         (partial, replace(PARAMS, max_tokens=6), "max_tokens=6 is not valid: .* there are 6 already"),
         (partial, replace(PARAMS, forced_token_ids=[1]), "the sample begins with other tokens"),
-        (replace(partial, outputs=[short]), PARAMS, r"entropy has the shape \(5,\) for 6 tokens"),
+        (replace(partial, outputs=[short]), replace(PARAMS, n=1), r"entropy has the shape \(5,\) for 6 tokens"),
         (replace(partial, prompt_token_ids=[]), PARAMS, r"outputs\[0\]: the prompt is empty"),
         (RequestOutput("x", None, [1], [], error="bad"), PARAMS, "was refused: bad"),
     ):
@@ -256,3 +257,103 @@ def test_outputs_and_parameters_that_do_not_belong_together_are_refused(llm: LLM
     assert llm.num_unfinished == 0
     assert llm.resume([whole], PARAMS)[0] is whole
     assert llm.resume([], PARAMS) == []
+
+
+@pytest.mark.parametrize("data_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_resumed_is_aborted_by_the_id_of_its_output(
+    folder: Path, whole: RequestOutput, data_parallel_size: int
+) -> None:
+    with LLM(folder, kv_cache_memory="8MiB", data_parallel_size=data_parallel_size) as other:
+        params = replace(PARAMS, n=1, max_tokens=400)
+        part = replace(whole, request_id="7", outputs=[cut(whole.outputs[0], 4)])
+        results: list[RequestOutput] = []
+        thread = threading.Thread(target=lambda: results.extend(other.resume(part, params)))
+        thread.start()
+        while not other.num_unfinished and thread.is_alive():
+            time.sleep(0.001)
+        other.abort("7")
+        thread.join(60)
+        (result,) = results
+        assert result.request_id == "7"
+        assert result.outputs[0].finish_reason == "abort" and 4 <= len(result.outputs[0].token_ids) < 400
+        (again,) = other.resume(result, replace(params, max_tokens=20))
+        assert_same(again.outputs[0], whole.outputs[0])
+
+
+def test_an_id_that_two_have_means_the_request_of_this_engine(folder: Path, whole: RequestOutput) -> None:
+    other = LLM(folder, kv_cache_memory="8MiB")
+    own = other.enqueue([PROMPT, PROMPT], replace(PARAMS, n=1))
+    parts = [replace(whole, request_id=own[0], outputs=[cut(whole.outputs[0], 4)])]
+    # the resumed samples run under the engine's next number, which is no id that anybody was given
+    results: list[RequestOutput] = []
+    held = threading.Event()
+
+    def hold(logits: torch.Tensor, batch: object) -> torch.Tensor:
+        held.wait(30)
+        return logits
+
+    params = replace(PARAMS, n=1, logits_processors=[hold])
+    thread = threading.Thread(target=lambda: results.extend(other.resume(parts, params)))
+    thread.start()
+    while other.num_unfinished < 3:
+        time.sleep(0.001)
+    held.set()
+    other.abort([own[0], "2"])
+    outputs = other.wait_for_completion()
+    thread.join(60)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "length"]
+    assert_same(results[0].outputs[0], whole.outputs[0])
+
+
+def test_a_string_is_one_request_id(llm: LLM) -> None:
+    ids = llm.enqueue([PROMPT] * 12, replace(PARAMS, n=1))
+    two_digits = next(request_id for request_id in ids if len(request_id) > 1 and set(request_id) - {request_id[0]})
+    llm.abort(two_digits)
+    ended = {output.request_id: output.outputs[0].finish_reason for output in llm.wait_for_completion()}
+    assert ended == {request_id: "abort" if request_id == two_digits else "length" for request_id in ids}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": 1}, "n=1 is not valid: the output has 3 samples"),
+        ({"n": 5}, "n=5 is not valid: the output has 3 samples"),
+        ({"first_sample_index": 3}, "first_sample_index=3 is not valid: that of the interrupted call was 0"),
+    ],
+    ids=["fewer samples", "more samples", "other indices"],
+)
+def test_parameters_of_another_call_do_not_resume(
+    llm: LLM, whole: RequestOutput, change: dict[str, int], message: str
+) -> None:
+    part = replace(whole, outputs=[cut(sample, 3 + index) for index, sample in enumerate(whole.outputs)])
+    with pytest.raises(ValueError, match=message):
+        llm.resume(part, replace(PARAMS, **change))  # type: ignore[arg-type]
+    assert llm.num_unfinished == 0
+
+
+def test_the_parameters_of_the_call_resume_whatever_they_are(llm: LLM) -> None:
+    first = replace(PARAMS, first_sample_index=5)
+    (root,) = llm.enqueue(PROMPT, first)
+    for _ in range(6):
+        llm.step()
+    fork, inherited = llm.fork(root, at=2, n=2, sampling_params=replace(first, n=1)), llm.fork(root, at=3, n=4)
+    for _ in range(3):
+        llm.step()
+    llm.abort([root, fork, inherited])
+    parts = llm.wait_for_completion()
+    assert [len(part.outputs) for part in parts] == [3, 2, 4]
+    resumed = llm.resume(parts, [first, replace(first, n=1), replace(first, n=1)])
+    assert (
+        llm.resume(parts, [first, replace(PARAMS, n=2), replace(PARAMS, n=4)])[2].outputs[0].finish_reason == "length"
+    )
+    for output in resumed:
+        for sample in output.outputs:
+            given = sample.token_ids[: sample.branch_position]
+            own = replace(PARAMS, n=1, first_sample_index=sample.sample_index, forced_token_ids=given or None)
+            assert_same(sample, replace(llm.generate(PROMPT, own)[0].outputs[0], index=sample.index))
+
+
+@pytest.mark.parametrize("wrong", [7, "7", [7]])
+def test_what_is_no_output_is_not_resumed(llm: LLM, wrong: object) -> None:
+    with pytest.raises(TypeError, match="RequestOutput"):
+        llm.resume(wrong, PARAMS)  # type: ignore[arg-type]

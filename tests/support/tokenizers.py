@@ -52,6 +52,22 @@ def gemma_like() -> PreTrainedTokenizerFast:
     return _finished(tokenizer, [])
 
 
+BYTE_FALLBACK_ORDERS = {
+    "replace, bytes": [decoders.Replace("▁", " "), decoders.ByteFallback()],
+    "bytes, metaspace": [decoders.ByteFallback(), decoders.Metaspace()],
+    "bytes, fuse, metaspace": [decoders.ByteFallback(), decoders.Fuse(), decoders.Metaspace()],
+    "bytes, fuse, replace": [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")],
+    "metaspace, bytes, fuse": [decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()],
+}
+
+
+def byte_fallback(order: str) -> PreTrainedTokenizerFast:
+    """The steps of SentencePiece's decoder in an order of `BYTE_FALLBACK_ORDERS`."""
+    tokenizer = _unigram(decoders.Sequence(BYTE_FALLBACK_ORDERS[order]), byte_fallback=True)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    return _finished(tokenizer, [])
+
+
 def metaspace() -> PreTrainedTokenizerFast:
     """T5 style: a `▁` prepended and taken away again, and no bytes."""
     tokenizer = _unigram(decoders.Metaspace(), byte_fallback=False)
