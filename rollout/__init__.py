@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollout.sampling_options import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
     from rollout.sampling_params import SamplingParams
     from rollout.session import Session, Turn, generate_sessions
+    from rollout.speculation.config import SpeculativeConfig
     from rollout.tree import RolloutTree
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -157,7 +157,6 @@ def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
         ({"method": "ngram", "suffix_decoding_max_cached_tokens": 4}, "suffix_decoding_max_cached_tokens=4"),
     ],
 )
-def test_what_is_not_valid_is_named(fields: dict[str, object], named: str) -> None:
-    make: Callable[..., SpeculativeConfig] = SpeculativeConfig
+def test_what_is_not_valid_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        make(**fields)
+        SpeculativeConfig(**fields)
