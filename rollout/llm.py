@@ -105,10 +105,8 @@ class LLM:
         keep them.
         """
         items = split_prompts(prompts)
-        params, priorities = (
-            self._params_each(sampling_params, len(items)),
-            priorities_each(priority, len(items), self.config.scheduling_policy),
-        )
+        params = self._params_each(sampling_params, len(items))
+        priorities = priorities_each(priority, len(items), self.config.scheduling_policy)
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._run(encoded, params, priorities, one_each(lora_request, len(items)), use_tqdm, on_invalid)
 
@@ -131,10 +129,8 @@ class LLM:
         Prompts are checked when the first output is asked for. Raises as `generate` does. See `docs/text.md`.
         """
         items = split_prompts(prompts)
-        params, priorities = (
-            self._params_each(sampling_params, len(items)),
-            priorities_each(priority, len(items), self.config.scheduling_policy),
-        )
+        params = self._params_each(sampling_params, len(items))
+        priorities = priorities_each(priority, len(items), self.config.scheduling_policy)
         choices = one_each(lora_request, len(items))
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         return self._stream(encoded, params, priorities, choices, on_invalid)
@@ -164,10 +160,8 @@ class LLM:
         """Queues prompts like `generate` and returns their request ids at once. `step` or `wait_for_completion` runs
         them."""
         items = split_prompts(prompts)
-        params, priorities = (
-            self._params_each(sampling_params, len(items)),
-            priorities_each(priority, len(items), self.config.scheduling_policy),
-        )
+        params = self._params_each(sampling_params, len(items))
+        priorities = priorities_each(priority, len(items), self.config.scheduling_policy)
         encoded = self._encode(items, lambda item: encode_prompt(item, self._tokenizer))
         with self._lock:
             groups, _ = self._admission.admit(encoded, params, priorities, one_each(lora_request, len(items)), "raise")
