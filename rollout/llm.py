@@ -287,7 +287,7 @@ class LLM:
         on_invalid: OnInvalid = "raise",
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, with the options of the chat template."""
-        items = split_prompts(messages)  # type: ignore[arg-type]
+        items = split_prompts(messages)
         params = self._params_each(sampling_params, len(items))
 
         def encode(item: Any) -> Prompt:

@@ -28,19 +28,20 @@ class Prompt:
     error: str | None = None
 
 
-def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+def split_prompts(prompts: Any) -> list[Any]:
     """One prompt, or a list of them, as a list. A list of integers is one prompt of token ids, and a list of messages
-    (`{"role": …, "content": …}`) is one conversation."""
+    (`{"role": …, "content": …}`) is one conversation. What the prompts are is not checked here, but when each is
+    encoded: a bad one fails alone."""
     if isinstance(prompts, (str, Mapping, bytes, bytearray)):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     if isinstance(prompts, torch.Tensor):
-        return _rows(prompts)  # type: ignore[return-value]
+        return _rows(prompts)
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={prompts!r} is not valid: it must be a prompt or a list of prompts")
     items = list(prompts)
     if items and (all(_is_token_id(item) for item in items) or all(_is_message(item) for item in items)):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items
 
 
 def _rows(prompts: torch.Tensor) -> list[torch.Tensor]:
@@ -73,9 +74,9 @@ def encode_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None)
         return Prompt(_check_ids(prompt))
     if not isinstance(prompt, Iterable):
         raise ValueError(f"prompt={prompt!r} is not valid: it must be text, token ids, messages or a dict of these")
-    items = list(prompt)
+    items: list[Any] = list(prompt)
     if items and all(_is_message(item) for item in items):
-        return Prompt(encode_chat(items, tokenizer))  # type: ignore[arg-type]
+        return Prompt(encode_chat(items, tokenizer))
     return Prompt(_check_ids(items))
 
 

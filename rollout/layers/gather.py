@@ -31,4 +31,4 @@ class _TakeRows(Function):
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x: [T, ...], index: int64 [E] -> [E, ...]. The gradients of a row's copies are summed in float32."""
-    return _TakeRows.apply(x, index)  # type: ignore[return-value]
+    return _TakeRows.apply(x, index)  # type: ignore[return-value]  # torch does not say what `apply` returns

@@ -181,7 +181,7 @@ def to_the_end(named: Iterable[NamedTensor]) -> Iterator[Iterator[NamedTensor]]:
     source = iter(named)
     try:
         yield source
-    except Exception:
+    except Exception:  # not an interruption: somebody who presses Ctrl-C does not want to wait for the rest
         for _ in source:
             pass
         raise

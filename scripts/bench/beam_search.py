@@ -107,7 +107,7 @@ def with_transformers(name: str) -> Search:
 
     def search(prompts: list[list[int]], width: int, length: int) -> float:
         ids = torch.tensor(prompts)
-        model.generate(  # type: ignore[operator]
+        model.generate(  # type: ignore[operator]  # transformers types the method as a tensor or a module
             ids,
             attention_mask=torch.ones_like(ids),
             num_beams=width,
