@@ -66,6 +66,29 @@ class SchedulePlan:
         return not self.sequences
 
 
+class DraftSequence(msgspec.Struct, frozen=True, gc=False):
+    """What a drafter with weights computes for one request before a step: the known tokens that it has not seen yet,
+    `request.token_ids[start : start + len(token_ids)]`, and then its own guesses."""
+
+    request_id: str
+    start: int  # position of the first token whose KV the drafter lacks
+    token_ids: list[int]  # up to the last known one, unless `num_drafts` is 0: a chunk of what is to be caught up
+    block_ids: list[int]  # table in the drafter's own pool, for start + len(token_ids) + num_drafts - 1 tokens
+    target_block_ids: list[int]  # the request's table in the engine's pool, where features of computed tokens lie
+    num_drafts: int
+    params: SamplingParams
+    seed: int
+    sample_index: int
+
+
+@dataclass(slots=True)
+class DraftPlan:
+    """What a drafter with weights does before a step, in this order: copy blocks of its own pool, compute, guess."""
+
+    sequences: list[DraftSequence] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
+
+
 @dataclass(slots=True)
 class TopLogprobs:
     """The most likely tokens at some positions, and the ranks of the tokens that really stand there.
