@@ -271,6 +271,9 @@ class EngineCore:
         updates = self.take_ended()
         started = time.perf_counter()
         try:
+            draft_plan = self.scheduler.plan_drafts()
+            if draft_plan is not None:
+                self.scheduler.take_drafts(draft_plan, self.executor.propose_drafts(draft_plan))
             plan = self.scheduler.schedule()
             stepped = self.scheduler.update(plan, self.executor.execute(plan))
         except BaseException:
