@@ -100,6 +100,7 @@ class EngineCore:
                 enable_prefix_caching=config.enable_prefix_caching,
                 policy=config.scheduling_policy,
                 preemption_mode=config.preemption_mode,
+                num_draft_blocks=self._worker.num_draft_blocks,
             ),
             make_speculation(config.speculative_config),
         )
