@@ -420,6 +420,7 @@ class Scheduler:
         sibling.num_cached_tokens = leader.num_cached_tokens
         if sibling.scores_prompt:
             sibling.share_prompt_logprobs(leader)
+        sibling.policy_spans = list(leader.policy_spans)  # whose KV and forced tokens' values it takes over
         self._planner.start_running(sibling)
 
     def preempt_all(self) -> None:
