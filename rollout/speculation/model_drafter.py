@@ -22,6 +22,7 @@ from rollout.platform.platform import Platform
 from rollout.speculation.config import SpeculativeConfig
 from rollout.worker.inputs import StepInputs
 from rollout.worker.ledger import MemoryLedger
+from rollout_kernels import KVLayout
 
 DRAFTER_PREFIX = "drafter."  # before the names of a drafter's tensors in policy updates, receipts and errors
 
@@ -39,7 +40,7 @@ class DrafterHost:
     platform: Platform
     ledger: MemoryLedger  # owners "drafter", "drafter_kv_cache", "drafter_workspace", "drafter_graphs"
     inputs: StepInputs
-    kv_layout: str  # how the kernels lay out a KV pool
+    kv_layout: KVLayout  # how the kernels lay out a KV pool
     runs_triton: bool
 
 
