@@ -1,0 +1,64 @@
+"""Folders of drafters' weights: a `config.json` beside tensors, named as the published checkpoints have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+_FILES = (
+    "model.safetensors",
+    "medusa_lm_head.safetensors",
+    "pytorch_model.bin",
+    "medusa_lm_head.pt",
+)
+
+
+def read_drafter_config(folder: Path) -> dict[str, Any]:
+    """The fields of `config.json`. Raises `ValueError` where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model={str(folder)!r} is not valid: there is no config.json in it")
+    fields = json.loads(path.read_text())
+    if not isinstance(fields, dict):
+        raise ValueError(f"model={str(folder)!r} is not valid: its config.json is no object")
+    return fields
+
+
+def drafter_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the folder's one file of weights. Raises `ValueError` where there is none."""
+    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(f"model={str(folder)!r} is not valid: it holds none of {', '.join(_FILES)}")
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # not a dict
+                yield name, tensors.get_tensor(name)
+    else:
+        yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
+
+
+@torch.no_grad()
+def load_drafter(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Copies the tensors into the module's parameters, casting to their dtype.
+
+    Raises `ValueError` naming the tensor that has no place, has another shape, or is missing.
+    """
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        if name not in parameters:
+            raise ValueError(f"tensor {name!r} in {str(folder)!r} has no place in {type(module).__name__}")
+        wanted = parameters[name].shape
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"tensor {name!r} in {str(folder)!r} has shape {tuple(tensor.shape)}, the model needs {tuple(wanted)}"
+            )
+        parameters[name].copy_(tensor)
+    missing = sorted(parameters.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors: {', '.join(missing[:8])}")
