@@ -28,7 +28,7 @@ from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.speculation.model_drafter import ModelDrafter
-from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
+from rollout.worker.decode_program import MOST_DECODE_ROWS
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
@@ -37,6 +37,7 @@ from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
 from rollout.worker.sizing import KVPoolSize, kv_budget
 from rollout.worker.step_memory import LargestStep, measure_graphs, measure_peak, set_aside
+from rollout.worker.step_replays import decode_graphs, decode_programs
 
 _FEW_SEQUENCES = 8  # of so many at once each may have several rows in a recorded step (drafts pay where few decode)
 _OWNERS = {
@@ -263,16 +264,12 @@ class Worker:
         return self.config.max_model_len or self.model.shape.max_position_embeddings
 
     def _decode_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(
-            self.model,
-            self.runner.kv_caches,
-            self.config.block_size,
-            self.config.max_num_seqs,
-            -(-self._longest // self.config.block_size),
-            self.runner.inputs,
-            self.platform.step_capture(),
-            self.device,
-        )
+        return decode_graphs(self.runner, self.config.max_num_seqs, self._max_blocks, self.platform)
+
+    @property
+    def _max_blocks(self) -> int:
+        """Blocks of a sequence at most."""
+        return -(-self._longest // self.config.block_size)
 
     def _allocate_pool(self) -> None:
         size = self.pool
@@ -367,16 +364,8 @@ class Worker:
             return
         if self._on_gpu:  # the reference waits for the device everywhere: its steps cannot be captured
             return
-        max_rows = self._max_rows
-        logits = 4 * max_rows * self.model.shape.vocab_size
-        # No page is held before it is written, so the generous part costs nothing where it is not needed.
-        slab = self.platform.memory("workspace", 2 * logits + (256 << 20), huge_pages=False)
-        self.ledger.register("workspace", slab)
-        self.runner.decode_programs = DecodePrograms(
-            self.model,
-            self.runner.kv_caches,
-            self.config.block_size,
-            max_rows,
-            -(-self._longest // self.config.block_size),
-            slab.carve((slab.num_bytes,), torch.uint8),
+        programs, workspace = decode_programs(
+            self.runner, self._max_rows, self._max_blocks, self.platform, owner="workspace"
         )
+        self.runner.decode_programs = programs
+        self.ledger.register("workspace", workspace)
