@@ -13,8 +13,6 @@ METHODS: tuple[DraftMethod, ...] = get_args(DraftMethod)
 WITH_WEIGHTS: tuple[DraftMethod, ...] = ("draft_model", "medusa", "eagle")
 _LATER = (
     "draft_model",
-    "medusa",
-    "eagle",
     "eagle3",
     "mtp",
     "mlp_speculator",
