@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rollout_kernels
 from rollout.config import EngineConfig
-from rollout.core.schedule import DraftPlan, ScheduledSequence, SchedulePlan, StepResult
+from rollout.core.schedule import DraftPlan, SchedulePlan, StepResult
 from rollout.lora.memory import AdapterMemory
 from rollout.models.loader import (
     build_model,
@@ -28,14 +28,15 @@ from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.speculation.model_drafter import ModelDrafter
-from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
+from rollout.worker.pool_layout import PoolLayout
 from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
-from rollout.worker.sizing import KVPoolSize, full_step, kv_budget, short_step
+from rollout.worker.sizing import KVPoolSize, kv_budget
+from rollout.worker.step_memory import LargestStep, measure_graphs, measure_peak, set_aside
 
 _FEW_SEQUENCES = 8  # of so many at once each may have several rows in a recorded step (drafts pay where few decode)
 _OWNERS = {
@@ -63,11 +64,21 @@ class Worker:
         self.device = self.platform.device
         with rollout_kernels.use_backend(config.kernels):
             kernels = rollout_kernels.backend_on(self.device)
-        self._kv_layout, self._runs_triton = kernels.kv_layout, kernels.name == "triton"
+        self._runs_triton = kernels.name == "triton"
         self.folder = folder
         model_config = read_config(folder)
         self.dtype = resolve_dtype(config.dtype, model_config)
         self.model = build_model(model_config, self.dtype)
+        shape = self.model.shape
+        self._layout = PoolLayout(
+            shape.num_hidden_layers,
+            shape.num_key_value_heads,
+            shape.head_dim,
+            self.dtype,
+            config.block_size,
+            kernels.kv_layout,
+            is_int8=config.kv_cache_dtype == "int8",
+        )
         self.ledger = MemoryLedger(self.platform.used_memory, self.platform.trim)
 
         self._weights = self.platform.memory("weights", num_parameter_bytes(self.model))
@@ -215,8 +226,7 @@ class Worker:
         return self.ledger.report()
 
     def _size_pool(self) -> KVPoolSize:
-        layer_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self._cache_tensors(1))
-        block_bytes = layer_bytes * self.model.shape.num_hidden_layers
+        block_bytes = self._layout.block_bytes
         if self.config.kv_cache_memory is not None:
             budget = int(self.config.kv_cache_memory)
         else:
@@ -252,57 +262,6 @@ class Worker:
         """Tokens of a sequence at most."""
         return self.config.max_model_len or self.model.shape.max_position_embeddings
 
-    def _measure_peak(self) -> int:
-        """Bytes that a step of `max_num_batched_tokens` needs for activations, from a shorter one that really runs."""
-        most = self.platform.max_profile_tokens
-        assert most is not None
-        tokens = min(most, self.config.max_num_batched_tokens, self.model.shape.max_position_embeddings)
-        self.runner.kv_caches = self._caches(-(-tokens // self.config.block_size), None)
-        plan = short_step(tokens, min(self.config.max_num_seqs, tokens), self.config.block_size, self._profiled_slot)
-        measured = self.platform.measure_peak(lambda: self.execute(plan))
-        self.runner.kv_caches = []
-        per_token = measured / tokens
-        max_num_seqs = self.config.max_num_seqs
-        max_rows = max(max_num_seqs, min(max_num_seqs, _FEW_SEQUENCES) * MOST_DECODE_ROWS)
-        logits = 4 * max_rows * self.model.shape.vocab_size
-        return int(per_token * self.config.max_num_batched_tokens) + logits
-
-    def _measure_full_step(self) -> int:
-        """Bytes that the largest step needs, from running it, and those of the captured decode steps."""
-        plan, num_blocks = full_step(
-            self.config.max_num_batched_tokens,
-            self.config.max_num_seqs,
-            self._longest,
-            self.config.block_size,
-            self._profiled_slot,
-        )
-        self.runner.kv_caches = self._caches(num_blocks, None)
-        peak = self.platform.measure_peak(lambda: self.execute(plan))
-        graphs = 0
-        if self._runs_triton and not self.config.enforce_eager:
-            graphs = sum(self._measure_graphs(slot) for slot in sorted({-1, self._profiled_slot}))
-        self.runner.kv_caches = []
-        return peak + graphs
-
-    @property
-    def _profiled_slot(self) -> int:
-        """The adapter slot of the rows of a step that measures: steps with adapters take more memory than others."""
-        return -1 if self.adapters is None else 0
-
-    def _measure_graphs(self, adapter_slot: int) -> int:
-        """Bytes of the whole ladder of captured steps: its two largest are captured, and all but the first taken to be
-        as large as the second, since they share its memory pool. `self.runner.kv_caches` must be there."""
-        graphs = self._decode_graphs()
-        sizes: list[int] = []
-        for size in graphs.ladder[:-3:-1]:
-            sequences = [ScheduledSequence("profile", 0, [0], [0], adapter_slot=adapter_slot)] * size
-            with torch.inference_mode(), rollout_kernels.use_backend(self.config.kernels):
-                graphs.run(sequences)
-            sizes.append(graphs.num_bytes)
-        graphs.release()
-        more = sizes[1] - sizes[0] if len(sizes) > 1 else 0
-        return sizes[0] + more * (len(graphs.ladder) - 1)
-
     def _decode_graphs(self) -> DecodeGraphs:
         return DecodeGraphs(
             self.model,
@@ -319,22 +278,16 @@ class Worker:
         size = self.pool
         self._kv_slab = self._new_kv_slab(size)
         self.ledger.register("kv_cache", self._kv_slab)
-        self.runner.kv_caches = self._caches(size.num_blocks, self._kv_slab)
+        self.runner.kv_caches = self._layout.caches(size.num_blocks, self._kv_slab.carve)
         if size.num_host_blocks:
-            host = self.platform.host_memory("swap", size.num_host_blocks * size.block_bytes + self._padding)
+            host = self.platform.host_memory("swap", self._layout.pool_bytes(size.num_host_blocks))
             self.ledger.register("swap", host, on_host=self._on_gpu)
-            self.runner.host_caches = self._caches(size.num_host_blocks, host)
-
-    @property
-    def _padding(self) -> int:
-        """Bytes of a pool that may be lost between the tensors of its layers."""
-        return 64 * len(self._cache_tensors(1)) * self.model.shape.num_hidden_layers
+            self.runner.host_caches = self._layout.caches(size.num_host_blocks, host.carve)
 
     def _new_kv_slab(self, size: KVPoolSize) -> Memory:
         # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
         # 2 MiB for each layer, after every sleep again.
-        num_bytes = size.num_blocks * size.block_bytes + self._padding
-        return self.platform.memory("kv_cache", num_bytes, huge_pages=False)
+        return self.platform.memory("kv_cache", self._layout.pool_bytes(size.num_blocks), huge_pages=False)
 
     def pool_of(self, num_bytes: int) -> KVPoolSize:
         """The pool that fits into `num_bytes`. Raises `ValueError` where that is not even one block."""
@@ -361,7 +314,7 @@ class Worker:
         self.ledger.unregister("kv_cache")
         self.pool, self._kv_slab = size, slab
         self.ledger.register("kv_cache", slab)
-        self.runner.kv_caches = self._caches(size.num_blocks, slab)
+        self.runner.kv_caches = self._layout.caches(size.num_blocks, slab.carve)
         if asleep:
             slab.release()
         self._forget_decode_programs()
@@ -377,13 +330,32 @@ class Worker:
     def measure_step(self) -> int:
         """Bytes that a step takes at its peak besides weights and KV, from one that really runs, on a small pool of its
         own. No requests may be in flight."""
-        runner = self.runner
-        kept = runner.kv_caches, runner.decode_programs, runner.decode_graphs
-        runner.decode_programs = runner.decode_graphs = None
-        try:
-            return self._measure_full_step() if self.platform.max_profile_tokens is None else self._measure_peak()
-        finally:
-            runner.kv_caches, runner.decode_programs, runner.decode_graphs = kept
+        with set_aside(self.runner):
+            peak = measure_peak(self.runner, self._layout, self.platform, self._largest_step, self.execute)
+            if self._runs_triton and not self.config.enforce_eager and self.platform.max_profile_tokens is None:
+                with self._kernels():
+                    peak += sum(
+                        measure_graphs(self._decode_graphs(), slot)
+                        for slot in sorted({-1, self._largest_step.adapter_slot})
+                    )
+        return peak
+
+    @property
+    def _largest_step(self) -> LargestStep:
+        config = self.config
+        return LargestStep(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            self._max_rows,
+            self._longest,
+            adapter_slot=-1 if self.adapters is None else 0,
+        )
+
+    @property
+    def _max_rows(self) -> int:
+        """Rows of a recorded step at most."""
+        max_num_seqs = self.config.max_num_seqs
+        return max(max_num_seqs, min(max_num_seqs, _FEW_SEQUENCES) * MOST_DECODE_ROWS)
 
     def _prepare_decode_programs(self) -> None:
         """Lets decode steps be recorded, or captured."""
@@ -395,8 +367,7 @@ class Worker:
             return
         if self._on_gpu:  # the reference waits for the device everywhere: its steps cannot be captured
             return
-        max_num_seqs = self.config.max_num_seqs
-        max_rows = max(max_num_seqs, min(max_num_seqs, _FEW_SEQUENCES) * MOST_DECODE_ROWS)
+        max_rows = self._max_rows
         logits = 4 * max_rows * self.model.shape.vocab_size
         # No page is held before it is written, so the generous part costs nothing where it is not needed.
         slab = self.platform.memory("workspace", 2 * logits + (256 << 20), huge_pages=False)
@@ -409,24 +380,3 @@ class Worker:
             -(-self._longest // self.config.block_size),
             slab.carve((slab.num_bytes,), torch.uint8),
         )
-
-    def _cache_tensors(self, num_blocks: int) -> list[tuple[Sequence[int], torch.dtype]]:
-        """Shapes and types of the fields of one layer's `KVCache`."""
-        model, block_size = self.model.shape, self.config.block_size
-        quantised = self.config.kv_cache_dtype == "int8"
-        dtype = torch.int8 if quantised else self.dtype
-        keys, values = rollout_kernels.kv_cache_shapes(
-            num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype, self._kv_layout
-        )
-        scales = rollout_kernels.kv_scale_shape(num_blocks, block_size, model.num_key_value_heads)
-        return [(keys, dtype), (values, dtype), *([(scales, torch.float32)] * 2 if quantised else [])]
-
-    def _caches(self, num_blocks: int, slab: Memory | None) -> KVCaches:
-        def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            if slab is not None:
-                return slab.carve(shape, dtype)
-            return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
-
-        tensors = self._cache_tensors(num_blocks)
-        layers = range(self.model.shape.num_hidden_layers)
-        return [rollout_kernels.KVCache(*(tensor(shape, dtype) for shape, dtype in tensors)) for _ in layers]
