@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
+
+from rollout.models.loader import materialize, num_parameter_bytes
+from rollout.speculation.model_drafter import DrafterHost
 
 _FILES = (
     "model.safetensors",
@@ -43,8 +46,28 @@ def drafter_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
 
 
+def resolve_drafter(model: str) -> Path:
+    """The folder. Raises `ValueError` where it is none."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"model={model!r} is not valid: it must be the folder of the drafter's weights")
+    return folder
+
+
+def take_memory(module: nn.Module, host: DrafterHost) -> None:
+    """Gives a drafter's module, which is on the meta device, memory of its own: owner "drafter" of the ledger."""
+    slab = host.platform.memory("drafter", num_parameter_bytes(module))
+    materialize(module, slab.carve, host.platform.device)
+    host.ledger.register("drafter", slab)
+
+
 @torch.no_grad()
-def load_drafter(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+def load_drafter(
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    folder: Path,
+    on_tensor: Callable[[str], None] | None = None,
+) -> None:
     """Copies the tensors into the module's parameters, casting to their dtype.
 
     Raises `ValueError` naming the tensor that has no place, has another shape, or is missing.
@@ -59,6 +82,8 @@ def load_drafter(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder:
                 f"tensor {name!r} in {str(folder)!r} has shape {tuple(tensor.shape)}, the model needs {tuple(wanted)}"
             )
         parameters[name].copy_(tensor)
+        if on_tensor is not None:
+            on_tensor(name)
     missing = sorted(parameters.keys() - tensors.keys())
     if missing:
         raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors: {', '.join(missing[:8])}")

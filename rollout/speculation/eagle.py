@@ -6,13 +6,14 @@
 
 A feature is the model's final, normed hidden state. The layer's keys and values of the pair (token p, feature p - 1)
 lie in slot p of its pool, so that what a block holds depends on the tokens up to its end alone, as prefix caching
-wants it. The first token has no feature before it and makes no pair: slot 0 holds zeros, and takes no part in the
-attention (see `EagleAttention`).
+wants it. The first token has no feature before it and makes no pair: slot 0 takes no part in the attention (see
+`EagleAttention`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,14 +29,22 @@ from rollout.layers.rotary import RotaryEmbedding
 from rollout.models.causal_lm import CausalLM
 from rollout.models.llama import LlamaConfig, LlamaMLP
 from rollout.models.loader import read_config
-from rollout.speculation.checkpoint import drafter_tensors, load_drafter, read_drafter_config
+from rollout.speculation.checkpoint import (
+    drafter_tensors,
+    load_drafter,
+    read_drafter_config,
+    resolve_drafter,
+    take_memory,
+)
 from rollout.speculation.config import MOST_DRAFTS
-from rollout.speculation.features import FeatureCache, slots_per_block
+from rollout.speculation.features import slots_per_block
 from rollout.speculation.guesses import before_failure, draw_guesses
+from rollout.speculation.model_drafter import DrafterHost
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
-from rollout.worker.inputs import StepInputs
 
 _EMBEDDING = "embed_tokens.weight"
+_MARGIN = 16  # dimensions: kernels like heads of a multiple of this
+_FAR_BELOW = -1e6  # the score of what must not be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +86,8 @@ class EagleConfig:
 class EagleAttention(nn.Module):
     """Causal attention over the pairs of a sequence, those from position 1 on.
 
-    In the pool slot 0 has keys and values of zeros. Its score is 0 with every query, so that it takes the share
-    exp(-lse) of the weights and adds nothing: dividing by what the others have is attention without it.
+    In the pool queries and keys are wider than a head by `_MARGIN` dimensions, of which the first is 1 in all queries,
+    0 in the keys of pairs, and so far below in slot 0 that its weight vanishes.
     """
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, rotary: RotaryEmbedding) -> None:
@@ -101,18 +110,23 @@ class EagleAttention(nn.Module):
         paged = batch.paged
         if paged is None:
             return self.o_proj(rollout_kernels.varlen_attention(q, k, v, batch.query_start, self.scale).flatten(1))
-        is_first = (positions == 0)[:, None, None]
+        head_dim = q.shape[-1]
+        q, k, v = (nn.functional.pad(part, (0, _MARGIN)) for part in (q, k, v))
+        q[..., head_dim] = 1
+        is_first = positions == 0
+        k.masked_fill_(is_first[:, None, None], 0)
+        v.masked_fill_(is_first[:, None, None], 0)
+        k[..., head_dim] = is_first.to(k.dtype)[:, None] * (_FAR_BELOW / self.scale)
         cache = paged.kv_caches[0]
-        rollout_kernels.write_kv(k.masked_fill(is_first, 0), v.masked_fill(is_first, 0), cache, paged.slot_mapping)
+        rollout_kernels.write_kv(k, v, cache, paged.slot_mapping)
         query_start = batch.query_start
         if only is not None:
             q, query_start = q[only.rows], only.query_start
-        out, lse = rollout_kernels.paged_attention(
-            q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale, return_lse=True
+        out = rollout_kernels.paged_attention(
+            q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale
         )
-        # At position 0 there is nothing but slot 0: what comes out there is nobody's, but a number.
-        share = -torch.expm1(-lse).clamp(max=-torch.finfo(torch.float32).tiny)
-        return self.o_proj((out / share[..., None]).to(x.dtype).flatten(1))
+        assert isinstance(out, torch.Tensor)  # a pair only where the log-sum-exp is asked for
+        return self.o_proj(out[..., :head_dim].flatten(1))
 
 
 class EagleLayer(nn.Module):
@@ -177,39 +191,62 @@ class EagleDrafter:
     has_kv = True
     needs_features = True
 
-    def __init__(
-        self,
-        eagle: EagleModel,
-        folder: Path,
-        model: CausalLM,
-        features: FeatureCache,
-        kv_caches: KVCaches,
-        block_size: int,
-        inputs: StepInputs,
-    ) -> None:
-        """`kv_caches`: of the one layer, in blocks of `block_size` tokens."""
-        self.eagle = eagle
-        self.features = features
-        self.kv_caches = kv_caches
+    def __init__(self, host: DrafterHost) -> None:
+        """Raises `ValueError` for a folder without a layer for the host's model."""
+        assert host.speculative.model is not None
         self.distributions: dict[str, torch.Tensor] | None = None
-        self._folder = folder
-        self._model = model
-        self._block_size = block_size
-        self._inputs = inputs
+        self.kv_caches: KVCaches = []
+        self._host = host
+        self._block_size = host.config.block_size
+        self._folder = resolve_drafter(host.speculative.model)
+        config, _ = read_eagle(self._folder, host.model)
+        with torch.device("meta"):
+            self.eagle = EagleModel(config, host.dtype)
+        take_memory(self.eagle, host)
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.kv_caches[0].keys) * 16 // slots_per_block(self._block_size)
+    def module(self) -> nn.Module:
+        return self.eagle
 
-    def load_weights(self) -> None:
+    @property
+    def block_bytes(self) -> int:
+        return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self._host.dtype.itemsize
+
+    def _cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        layer = self.eagle.config.layer
+        return rollout_kernels.kv_cache_shapes(
+            num_blocks,
+            self._block_size,
+            layer.num_key_value_heads,
+            layer.head_dim + _MARGIN,
+            self._host.dtype,
+            self._host.kv_layout,
+        )
+
+    def load(self, on_tensor: Callable[[str], None] | None = None) -> None:
         """Reads the checkpoint (again), into the tensors that are there."""
-        load_drafter(self.eagle, read_eagle(self._folder, self._model)[1], self._folder)
+        load_drafter(self.eagle, read_eagle(self._folder, self._host.model)[1], self._folder, on_tensor)
+
+    def measure_step(self) -> int:
+        """What the widest tensors of a catch-up of `max_num_batched_tokens` take together, and the logits of a guess
+        of each sequence."""
+        host, layer = self._host, self.eagle.config.layer
+        attention = layer.head_dim * (2 * layer.num_attention_heads + 2 * layer.num_key_value_heads)
+        per_token = 4 * (5 * layer.hidden_size + 3 * layer.intermediate_size + 2 * attention)
+        logits = 4 * layer.vocab_size * host.speculative.max_batch_for_speculation
+        return host.config.max_num_batched_tokens * per_token + logits
+
+    def allocate(self, num_blocks: int) -> None:
+        """Takes memory for the layer's keys and values."""
+        host = self._host
+        slab = host.platform.memory("drafter_kv_cache", num_blocks * self.block_bytes + 128, huge_pages=False)
+        host.ledger.register("drafter_kv_cache", slab)
+        keys, values = (slab.carve(shape, host.dtype) for shape in self._cache_shapes(num_blocks))
+        self.kv_caches = [rollout_kernels.KVCache(keys, values)]
 
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> dict[str, list[int]]:
         """The keys of all tokens of the plan, and `num_drafts` guesses one after the other."""
-        if plan.block_copies:
-            rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, slots_per_block(self._block_size) // 16)
         if not plan.sequences:
             return {}
         features = self._catch_up(plan.sequences)  # of the last known token of those that guess
@@ -218,7 +255,7 @@ class EagleDrafter:
         ahead = 0
         while active:
             ends = [sequence.start + len(sequence.token_ids) + ahead for sequence in active]
-            drawn = draw_guesses(self._model.compute_logits(features), active, ends, self._inputs)
+            drawn = draw_guesses(self._host.model.compute_logits(features), active, ends, self._host.inputs)
             for sequence, token_id in zip(active, drawn, strict=True):
                 guesses[sequence.request_id].append(token_id)
             ahead += 1
@@ -242,7 +279,7 @@ class EagleDrafter:
             np.maximum(np.arange(sequence.start, sequence.start + count) - 1, 0)
             for sequence, count in zip(sequences, counts.tolist(), strict=True)
         ]
-        features = self.features.read([sequence.target_block_ids for sequence in sequences], before)
+        features = self._host.features().read([sequence.target_block_ids for sequence in sequences], before)
         guessing = np.array([sequence.num_drafts > 0 for sequence in sequences])
         return self._forward(sequences, token_ids, starts, counts, features, guessing)
 
@@ -256,7 +293,7 @@ class EagleDrafter:
     ) -> torch.Tensor:
         """Computes the guess of each chosen sequence with its guessed feature."""
         index = np.array(chosen)
-        (rows,) = self._inputs.send([index])
+        (rows,) = self._host.inputs.send([index])
         some = [sequences[place] for place in chosen]
         ones = np.ones(len(chosen), np.int64)
         return self._forward(
@@ -284,7 +321,7 @@ class EagleDrafter:
         slots = blocks * slots_per_block(self._block_size) + positions % self._block_size
         query_start = np.concatenate([[0], ends]).astype(np.int32)
         last_start = np.concatenate([[0], guessing.cumsum()]).astype(np.int32)
-        ids, places, slot_mapping, block_tables, keys, first, last, last_first = self._inputs.send(
+        ids, places, slot_mapping, block_tables, keys, first, last, last_first = self._host.inputs.send(
             [
                 token_ids,
                 positions,
@@ -298,7 +335,7 @@ class EagleDrafter:
         )
         paged = PagedContext(self.kv_caches, block_tables, keys, slot_mapping, self._block_size)
         batch = ForwardBatch(first, paged=paged, last_rows=LastRows(last, last_first))
-        return self.eagle(self._model.embed(ids), features, places, batch)
+        return self.eagle(self._host.model.embed(ids), features, places, batch)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return dict(self.eagle.named_parameters())
@@ -308,6 +345,3 @@ class EagleDrafter:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return dict(self.eagle.named_buffers())
-
-    def modules(self) -> nn.Module:
-        return self.eagle

@@ -10,7 +10,7 @@ step's guesses are one chain: no tree of alternatives is verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,15 @@ from torch import nn
 from rollout.core.schedule import DraftPlan, DraftSequence
 from rollout.layers.linear import Linear, multiply
 from rollout.models.causal_lm import CausalLM
-from rollout.speculation.checkpoint import drafter_tensors, load_drafter, read_drafter_config
-from rollout.speculation.features import FeatureCache
+from rollout.speculation.checkpoint import (
+    drafter_tensors,
+    load_drafter,
+    read_drafter_config,
+    resolve_drafter,
+    take_memory,
+)
 from rollout.speculation.guesses import before_failure, draw_guesses
-from rollout.worker.inputs import StepInputs
+from rollout.speculation.model_drafter import DrafterHost
 
 _PREFIX = "medusa_head."  # of the names in some checkpoints
 
@@ -122,21 +127,40 @@ class MedusaDrafter:
 
     has_kv = False
     needs_features = True
-    num_blocks = 0
+    block_bytes = 0
 
-    def __init__(
-        self, heads: MedusaHeads, folder: Path, model: CausalLM, features: FeatureCache, inputs: StepInputs
-    ) -> None:
-        self.heads = heads
-        self.features = features
+    def __init__(self, host: DrafterHost) -> None:
+        """Raises `ValueError` for a folder without heads for the host's model, or with too few."""
+        assert host.speculative.model is not None
         self.distributions: dict[str, torch.Tensor] | None = None
-        self._folder = folder
-        self._model = model
-        self._inputs = inputs
+        self._host = host
+        self._folder = resolve_drafter(host.speculative.model)
+        config, _ = read_medusa(self._folder, host.model)
+        most = host.speculative.num_speculative_tokens
+        if most > config.num_heads:
+            raise ValueError(
+                f"num_speculative_tokens={most} is not valid: {str(self._folder)!r} has {config.num_heads} heads"
+            )
+        with torch.device("meta"):
+            self.heads = MedusaHeads(config, host.dtype)
+        take_memory(self.heads, host)
 
-    def load_weights(self) -> None:
+    @property
+    def module(self) -> nn.Module:
+        return self.heads
+
+    def load(self, on_tensor: Callable[[str], None] | None = None) -> None:
         """Reads the checkpoint (again), into the tensors that are there."""
-        load_drafter(self.heads, read_medusa(self._folder, self._model)[1], self._folder)
+        load_drafter(self.heads, read_medusa(self._folder, self._host.model)[1], self._folder, on_tensor)
+
+    def measure_step(self) -> int:
+        """The logits of all guesses of a step, twice where heads have outputs of their own; the rest is small."""
+        speculative, config = self._host.speculative, self.heads.config
+        rows = speculative.num_speculative_tokens * speculative.max_batch_for_speculation
+        return rows * (4 * config.vocab_size * (1 + config.has_own_output) + 16 * config.hidden_size)
+
+    def allocate(self, num_blocks: int) -> None:
+        """There is nothing to keep."""
 
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> dict[str, list[int]]:
@@ -145,7 +169,7 @@ class MedusaDrafter:
         if not sequences:
             return {}
         ends = [sequence.start + len(sequence.token_ids) for sequence in sequences]
-        features = self.features.read(
+        features = self._host.features().read(
             [sequence.target_block_ids for sequence in sequences], [np.array([end - 2]) for end in ends]
         )
         rows: list[DraftSequence] = []
@@ -155,10 +179,10 @@ class MedusaDrafter:
             chosen = [index for index, sequence in enumerate(sequences) if sequence.num_drafts > head]
             rows += [sequences[index] for index in chosen]
             positions += [ends[index] + head for index in chosen]
-            (some,) = self._inputs.send([np.array(chosen)])
+            (some,) = self._host.inputs.send([np.array(chosen)])
             hidden.append(self.heads.hidden(head, features[some]))
         guesses: dict[str, list[int]] = {sequence.request_id: [] for sequence in sequences}
-        drawn = draw_guesses(self._logits(hidden), rows, positions, self._inputs)
+        drawn = draw_guesses(self._logits(hidden), rows, positions, self._host.inputs)
         for sequence, token_id in zip(rows, drawn, strict=True):
             guesses[sequence.request_id].append(token_id)
         return {request_id: before_failure(token_ids) for request_id, token_ids in guesses.items()}
@@ -166,10 +190,10 @@ class MedusaDrafter:
     def _logits(self, hidden: list[torch.Tensor]) -> torch.Tensor:
         """float32 [R, vocab] of the heads' rows, in one product where all have the model's output matrix."""
         if not self.heads.config.has_own_output:
-            return self._model.compute_logits(torch.cat(hidden))
+            return self._host.model.compute_logits(torch.cat(hidden))
         return torch.cat(
             [
-                multiply(rows, self.heads.output_weight(head, self._model), None, torch.float32, None)
+                multiply(rows, self.heads.output_weight(head, self._host.model), None, torch.float32, None)
                 for head, rows in enumerate(hidden)
             ]
         )
@@ -182,6 +206,3 @@ class MedusaDrafter:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return {}
-
-    def modules(self) -> nn.Module:
-        return self.heads
