@@ -13,7 +13,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rollout.beam_search import BeamSearchOutput, BeamSearchParams, make_searches, search_output
-from rollout.config import EngineConfig, parse_bytes
+from rollout.byte_sizes import parse_bytes
+from rollout.config import EngineConfig
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
 from rollout.engine.collect import Group, prompt_logprobs_of

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollout.config import parse_bytes
+from rollout.byte_sizes import parse_bytes
 from rollout.errors import EngineAsleepError, MemoryBudgetError
 from rollout.memory_phases import MemoryPhases, PhaseMemory
 from rollout.platform.platform import platform_for

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rollout_kernels
 from rollout.config import EngineConfig
-from rollout.core.schedule import ScheduledSequence, SchedulePlan, StepResult
+from rollout.core.schedule import DraftPlan, ScheduledSequence, SchedulePlan, StepResult
 from rollout.lora.memory import AdapterMemory
 from rollout.models.loader import (
     build_model,
@@ -27,6 +27,7 @@ from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
+from rollout.speculation.model_drafter import ModelDrafter
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -108,6 +109,8 @@ class Worker:
             adjuster=adjuster,
             grammars=lambda: self.grammars,
         )
+        self.drafter: ModelDrafter | None = None
+        self.num_draft_blocks = 0  # of the drafter's own pool
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
@@ -165,6 +168,13 @@ class Worker:
         assert self.quantized is None or self.quantized.is_current, "the int8 copies are not those of the weights"
         with self._kernels():
             return self.runner.execute(plan)
+
+    def propose_drafts(self, plan: DraftPlan) -> dict[str, list[int]]:
+        """Guesses of the sequences' next tokens, by a drafter with weights: request id -> as many as were asked for, or
+        fewer."""
+        assert self.drafter is not None, "drafts are planned for a drafter with weights, and there is none"
+        with self._kernels(), torch.inference_mode():
+            return self.drafter.propose(plan)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return nullcontext() if self.config.kernels == "auto" else rollout_kernels.use_backend(self.config.kernels)

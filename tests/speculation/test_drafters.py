@@ -144,6 +144,7 @@ def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
         ({"method": "medusa"}, "method='medusa' is not supported yet"),
         ({"method": "eagle"}, "method='eagle' is not supported yet"),
         ({"method": "draft_model"}, "method='draft_model' is not supported yet"),
+        ({"method": "eagle3"}, "method='eagle3' is not supported yet: use one of 'ngram', 'suffix'"),
         ({"method": "magic"}, "method='magic'"),
         ({"method": "ngram", "verification": "rejection"}, "verification='rejection' is not supported yet"),
         ({"method": "ngram", "verification": "no"}, "verification='no'"),
@@ -155,6 +156,10 @@ def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
         ({"method": "ngram", "max_batch_for_speculation": 0}, "max_batch_for_speculation=0"),
         ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max=4"),
         ({"method": "ngram", "suffix_decoding_max_cached_tokens": 4}, "suffix_decoding_max_cached_tokens=4"),
+        ({"method": "ngram", "model": "a/folder"}, "model='a/folder' is not used with method='ngram'"),
+        ({"method": "suffix", "draft_kv_cache_memory": "1MiB"}, "draft_kv_cache_memory=1048576 is not used"),
+        ({"method": "ngram", "draft_kv_cache_memory": "1 mouse"}, "draft_kv_cache_memory='1 mouse'"),
+        ({"method": "ngram", "draft_kv_cache_memory": 0}, "draft_kv_cache_memory=0"),
     ],
 )
 def test_what_is_not_valid_is_named(fields: dict[str, Any], named: str) -> None:
