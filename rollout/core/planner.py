@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -315,7 +316,9 @@ class Planner:
         step.drawers.append(request)
 
     @staticmethod
-    def _draw(request: Request, sequence_index: int, position: int, row: int) -> Draw:
+    def _draw(
+        request: Request, sequence_index: int, position: int, row: int, draft_token_ids: Sequence[int] = ()
+    ) -> Draw:
         params = request.params
         banned = request.banned_token_ids(position) if params.min_tokens else ()
         forced_token_id = -1
@@ -334,6 +337,7 @@ class Planner:
             row,
             forced_token_id,
             request.beam_options is not None,
+            draft_token_ids,
         )
 
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
@@ -388,7 +392,7 @@ class Planner:
             )
             plan.draws[-1] = msgspec.structs.replace(draw, row=0)
             for row in range(1, len(drafts) + 1):
-                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row))
+                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row, drafts[:row]))
                 step.drawers.append(request)
 
     @staticmethod

@@ -73,10 +73,8 @@ class Speculation:
     @staticmethod
     def can_draft(request: Request) -> bool:
         """Whether its next tokens may be guessed. Not before it has one, since its siblings draw that too; and not
-        where a draw depends on the tokens before it in other ways than through the model, or is forced."""
-        if request.sample_state is not None or request.beam_options is not None:
-            return False
-        return request.num_output_tokens >= max(1, len(request.forced_token_ids))
+        where they are forced, or several beams' at once."""
+        return request.beam_options is None and request.num_output_tokens >= max(1, len(request.forced_token_ids))
 
     def is_worth_it(self, num_sequences: int, candidates: Sequence[Request]) -> bool:
         """Whether a step with so many draws should have drafts for `candidates`, which are among those that draw."""
