@@ -247,6 +247,17 @@ def test_a_branch_and_a_second_epoch_find_what_the_drafter_has_seen(salts: Seque
     assert_as_alone(runner, first, branch, again)
 
 
+def test_the_last_known_token_is_always_computed_also_where_its_block_could_be_hit():
+    runner, drafter = make(rightness=0.0)
+    for name in "ab":
+        request = make_request(name, range(11), max_tokens=12)
+        runner.add(request)
+        runner.run()
+        assert_as_alone(runner, request)
+    first = next(parts(plan)[0] for plan in drafter.plans if plan.sequences[0].request_id == "b/0")
+    assert first == ("b/0", 8, 4, 4)
+
+
 def test_a_long_prompt_is_caught_up_in_chunks_of_the_token_budget():
     runner, drafter = make(replace(ROOM, max_num_batched_tokens=8))
     request = make_request("a", range(20), max_tokens=20)
@@ -319,6 +330,18 @@ def test_guesses_share_the_token_budget():
     runner.run()
 
 
+def test_guesses_share_the_blocks_that_the_engine_has_left():
+    runner, drafter = make(replace(ROOM, num_blocks=5))
+    requests = [make_request(name, [1, 2, 3], max_tokens=12, arrival=i) for i, name in enumerate("ab")]
+    for request in requests:
+        runner.add(request)
+    steps(runner, 2)
+    # Four known tokens each, in a block each. Of three free blocks one stays free for each of them.
+    assert parts(drafter.plans[0]) == [("a/0", 0, 4, 4)]
+    runner.run()
+    assert_as_alone(runner, *requests)
+
+
 def test_no_guesses_where_a_prompt_takes_the_budget():
     runner, drafter = make(SchedulerConfig(4, 8, 64, 4, 40, num_draft_blocks=40))
     request = make_request("a", [1, 2], max_tokens=20)
@@ -357,6 +380,23 @@ def test_the_last_token_is_computed_again_where_the_step_did_not_take_place_for_
     runner.run()
 
 
+def test_no_block_is_shared_whose_last_token_may_have_to_be_computed_again():
+    runner, drafter = make(rightness=0.0)
+    requests = [make_request(name, range(10), max_tokens=20, arrival=i) for i, name in enumerate("ab")]  # the same
+    for request in requests:
+        runner.add(request)
+    while requests[1].num_tokens < 16:
+        runner.step()
+    for _ in range(2):  # the second time no step has taken place
+        plan = runner.scheduler.plan_drafts()
+        assert plan is not None
+        tables = [sequence.block_ids[:4] for sequence in plan.sequences]
+        assert tables[0][:3] == tables[1][:3] and tables[0][3] != tables[1][3]
+        runner.scheduler.take_drafts(plan, drafter.propose(plan))
+    runner.run()
+    assert_as_alone(runner, *requests)
+
+
 def test_where_the_pool_is_short_those_go_without_kv_that_are_not_drafted_now():
     # Room for the KV of one of them; the first one's guesses are mostly wrong, so that it is seldom drafted.
     config = SchedulerConfig(4, 64, 64, 4, 64, num_draft_blocks=7)
@@ -388,6 +428,22 @@ def test_a_pool_that_is_too_small_is_neither_an_error_nor_a_preemption():
         assert sum(request.num_preemptions for request in requests) == 0
         assert bool(drafter.plans) == (num_draft_blocks >= 3)
         assert held(runner) == 0
+
+
+def test_a_request_that_has_outgrown_the_pool_gives_its_blocks_back():
+    runner, drafter = make(replace(ROOM, num_draft_blocks=4), most_drafts=1)
+    request = make_request("a", range(9), max_tokens=14)
+    runner.add(request)
+    while request.num_tokens <= 16:
+        assert held(runner) <= 4
+        runner.step()
+    num_plans = len(drafter.plans)
+    assert num_plans > 0 and held(runner) > 0
+    runner.step()
+    assert held(runner) == 0 and not request.is_finished
+    runner.run()
+    assert len(drafter.plans) == num_plans
+    assert_as_alone(runner, request)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
