@@ -291,14 +291,26 @@ def test_tokens_drawn_without_guesses_are_caught_up_when_there_are_guesses_again
     runner.run()
 
 
-def test_no_guesses_while_the_steps_are_timed_without():
-    runner, drafter = make(watches_cost=True)
-    runner.add(make_request("a", range(10), max_tokens=30))
-    steps(runner, 5)
-    assert drafter.plans == []
-    steps(runner, 1)
-    assert len(drafter.plans) == 1
-    runner.run()
+@pytest.mark.parametrize("seconds", [2.0, 9.0])
+def test_the_drafter_does_no_work_in_steps_that_are_timed_without_or_slower_with_it(seconds: float):
+    # Of 4 guesses all are right: 5 tokens for the time of 2 or of 9 steps without.
+    runner, drafter = make(SchedulerConfig(4, 64, 600, 16, 40, num_draft_blocks=40), watches_cost=True)
+    speculation = runner.scheduler.speculation
+    assert speculation is not None
+    runner.add(make_request("a", range(10), max_tokens=550))
+    runner.step()
+    asked: list[bool] = []
+    for _ in range(60):
+        num_plans, before = len(drafter.plans), runner.requests["a/0"].num_tokens
+        num_rows = runner.step_plan().num_scheduled_tokens
+        asked.append(len(drafter.plans) > num_plans)
+        num_tokens = runner.requests["a/0"].num_tokens - before
+        speculation.took(1, num_rows, num_tokens, seconds if num_rows > 1 else 1.0)
+        assert asked[-1] == (num_rows > 1)
+    assert asked[:2] == [False, False] and asked[2]
+    assert asked.count(True) > 50 if seconds < 5 else asked.count(True) < 8
+    runner.scheduler.abort(["a"])
+    assert held(runner) == 0
 
 
 def test_wrong_guesses_end_the_drafters_work_but_for_a_try_now_and_then():
