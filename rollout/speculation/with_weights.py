@@ -12,7 +12,8 @@ from rollout.speculation.config import DraftMethod, SpeculativeConfig
 from rollout.speculation.draft_model import DraftModel
 from rollout.speculation.eagle import EagleDrafter
 from rollout.speculation.medusa import MedusaDrafter
-from rollout.speculation.model_drafter import DRAFTER_PREFIX, DrafterHost, ModelDrafter
+from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.weights.names import DRAFTER_PREFIX
 
 _MAKERS: dict[DraftMethod, Callable[[DrafterHost], ModelDrafter]] = {
     "draft_model": DraftModel,
