@@ -27,24 +27,25 @@ from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
-from rollout.speculation.model_drafter import ModelDrafter
+from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.speculation.with_weights import make_model_drafter
 from rollout.worker.decode_program import MOST_DECODE_ROWS
 from rollout.worker.graphs import DecodeGraphs
-from rollout.worker.inputs import DirectInputs, StagedInputs
+from rollout.worker.inputs import DirectInputs, StagedInputs, StepInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
 from rollout.worker.pool_layout import PoolLayout
 from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
-from rollout.worker.sizing import KVPoolSize, kv_budget
+from rollout.worker.sizing import KVPoolSize, kv_budget, split_budget
 from rollout.worker.step_memory import LargestStep, measure_graphs, measure_peak, set_aside
 from rollout.worker.step_replays import decode_graphs, decode_programs
 
 _FEW_SEQUENCES = 8  # of so many at once each may have several rows in a recorded step (drafts pay where few decode)
 _OWNERS = {
     "scheduling": (),
-    "weights": ("weights",),
-    "kv_cache": ("kv_cache", "swap"),
-    "graphs": ("workspace", "graphs"),
+    "weights": ("weights", "drafter"),
+    "kv_cache": ("kv_cache", "swap", "features", "drafter_kv_cache"),
+    "graphs": ("workspace", "drafter_workspace", "graphs", "drafter_graphs"),
 }  # wake-up tag -> owners in the ledger
 
 
@@ -105,9 +106,10 @@ class Worker:
                 self._forget_adapter_steps,
             )
             self.ledger.register("adapters", self.adapters)
-        self.reload_weights(on_tensor)
         inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
         self.ledger.register("inputs", lambda: inputs.num_bytes)
+        self.drafter = self._make_drafter(inputs, kernels.kv_layout)
+        self.reload_weights(on_tensor)
         adjuster = Adjuster(
             self.model.shape.vocab_size, lambda: self.tokenizer, config.reasoning_start, config.reasoning_end
         )
@@ -121,11 +123,37 @@ class Worker:
             adjuster=adjuster,
             grammars=lambda: self.grammars,
         )
-        self.drafter: ModelDrafter | None = None
-        self.num_draft_blocks = 0  # of the drafter's own pool
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
+        if self.drafter is not None:
+            self.drafter.allocate(self.num_draft_blocks)
+
+    def _make_drafter(self, inputs: StepInputs, kv_layout: rollout_kernels.KVLayout) -> ModelDrafter | None:
+        speculative = self.config.speculative_config
+        if speculative is None or not speculative.has_weights:
+            return None
+        host = DrafterHost(
+            self.config,
+            speculative,
+            self.model,
+            self.folder,
+            self.dtype,
+            self._longest,
+            self.platform,
+            self.ledger,
+            inputs,
+            kv_layout,
+            self._runs_triton,
+        )
+        drafter = make_model_drafter(host)
+        self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in drafter.buffers().values()))
+        return drafter
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks of the drafter's own pool; 0 where there is none."""
+        return self.pool.num_draft_blocks
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -154,8 +182,10 @@ class Worker:
             self.runner.decode_graphs.release()
 
     def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
-        """Reads the checkpoint again, into the tensors that are there."""
+        """Reads the checkpoint again, and that of a drafter, into the tensors that are there."""
         load_weights(self.model, self.folder, on_tensor)
+        if self.drafter is not None:
+            self.drafter.load(on_tensor)
         self.remake_quantized_weights()
 
     def remake_quantized_weights(self) -> None:
@@ -194,12 +224,12 @@ class Worker:
     def _sleepers(self, level: int, keep_weights: bool) -> list[str]:
         """Owners that give their memory back at a level. Captured decode steps are among them where tensors do not
         come back to their addresses."""
-        owners = [*_OWNERS["kv_cache"], "workspace"]
+        owners = [*_OWNERS["kv_cache"], "workspace", "drafter_workspace"]
         if level == 2:
             owners += ["quantized_weights", "adapters"]
-            owners += [] if keep_weights else ["weights"]
+            owners += [] if keep_weights else _OWNERS["weights"]
         if not self._weights.keeps_addresses:
-            owners.append("graphs")
+            owners += ["graphs", "drafter_graphs"]
         return [owner for owner in owners if owner in self.ledger.owners]
 
     def sleeping_tags(self, level: int, keep_weights: bool) -> frozenset[str]:
@@ -228,27 +258,15 @@ class Worker:
 
     def _size_pool(self) -> KVPoolSize:
         block_bytes = self._layout.block_bytes
+        draft_block_bytes = 0 if self.drafter is None else self.drafter.block_bytes
+        given, most_draft_blocks = self._draft_blocks(draft_block_bytes)
         if self.config.kv_cache_memory is not None:
             budget = int(self.config.kv_cache_memory)
+            num_blocks = budget // block_bytes
+            num_draft_blocks = min(most_draft_blocks, num_blocks)
         else:
-            total = self.platform.total_memory()
-            peak = self.measure_step()
-            self.platform.trim()
-            weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
-            weights += 0 if self.adapters is None else self.adapters.num_bytes
-            budget = kv_budget(
-                total,
-                self.config.gpu_memory_utilization,
-                weights,
-                peak,
-                self.platform.free_memory(),
-            )
-            if budget < block_bytes:
-                raise ValueError(
-                    f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
-                    f"bytes the weights take {weights:,} and a step at most {peak:,}"
-                )
-        num_blocks = budget // block_bytes
+            budget = self._measured_budget(block_bytes) - given * draft_block_bytes
+            num_blocks, num_draft_blocks = split_budget(budget, block_bytes, draft_block_bytes, most_draft_blocks)
         if num_blocks < 1:
             raise ValueError(f"kv_cache_memory={budget:,} is not valid: one block takes {block_bytes:,} bytes")
         num_host_blocks = int(self.config.swap_space) // block_bytes
@@ -256,7 +274,40 @@ class Worker:
             raise ValueError(
                 f"swap_space={self.config.swap_space:,} is not valid: one block takes {block_bytes:,} bytes"
             )
-        return KVPoolSize(num_blocks, num_host_blocks, block_bytes)
+        return KVPoolSize(num_blocks, num_host_blocks, block_bytes, given or num_draft_blocks)
+
+    def _measured_budget(self, block_bytes: int) -> int:
+        """Bytes for KV beside the weights and the largest step."""
+        total = self.platform.total_memory()
+        peak = self.measure_step()
+        self.platform.trim()
+        weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
+        weights += 0 if self.adapters is None else self.adapters.num_bytes
+        weights += 0 if self.drafter is None else sum(tensor.nbytes for tensor in self.drafter.parameters().values())
+        free = self.platform.free_memory()
+        budget = kv_budget(total, self.config.gpu_memory_utilization, weights, peak, free)
+        if budget < block_bytes:
+            raise ValueError(
+                f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
+                f"bytes the weights take {weights:,} and a step at most {peak:,}"
+            )
+        return budget
+
+    def _draft_blocks(self, block_bytes: int) -> tuple[int, int]:
+        """Blocks of a drafter's own pool: those that the configuration gives it memory for, or 0, and otherwise as many
+        as the sequences of a full batch that speculates can need."""
+        speculative = self.config.speculative_config
+        if speculative is None or not block_bytes:
+            return 0, 0
+        if speculative.draft_kv_cache_memory is None:
+            return 0, min(speculative.max_batch_for_speculation, self.config.max_num_seqs) * self._max_blocks
+        given = int(speculative.draft_kv_cache_memory) // block_bytes
+        if given < 1:
+            raise ValueError(
+                f"speculative_config: draft_kv_cache_memory={speculative.draft_kv_cache_memory:,} is not valid: one "
+                f"block takes {block_bytes:,} bytes"
+            )
+        return given, 0
 
     @property
     def _longest(self) -> int:
@@ -335,6 +386,9 @@ class Worker:
                         measure_graphs(self._decode_graphs(), slot)
                         for slot in sorted({-1, self._largest_step.adapter_slot})
                     )
+        if self.drafter is not None:  # it runs before the step; what it needed may not have gone back by then
+            with self._kernels():
+                peak += self.drafter.measure_step()
         return peak
 
     @property
