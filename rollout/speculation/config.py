@@ -12,7 +12,6 @@ DraftMethod = Literal["ngram", "suffix", "draft_model", "medusa", "eagle"]
 METHODS: tuple[DraftMethod, ...] = get_args(DraftMethod)
 WITH_WEIGHTS: tuple[DraftMethod, ...] = ("draft_model", "medusa", "eagle")
 _LATER = (
-    "draft_model",
     "eagle3",
     "mtp",
     "mlp_speculator",

@@ -168,21 +168,21 @@ class EagleModel(nn.Module):
         return self.layers[0](x, positions, batch, batch.last_rows).to(features.dtype)
 
 
-def read_eagle(folder: Path, model: CausalLM) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
-    """The configuration of a folder's layer for `model`, and its tensors by the names of `EagleModel`'s parameters.
+def eagle_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint by the names of `EagleModel`'s parameters. Raises `ValueError` where there is none.
 
-    The checkpoint's copy of the embedding is left out: the layer reads the model's, which training may change. Raises
-    `ValueError` where there is no layer, or that of another model.
+    Its copy of the embedding is left out: the layer reads the model's, which training may change.
     """
-    tensors = dict(drafter_tensors(folder))
-    config = EagleConfig.of_folder(folder, tensors, model)
-    embedding = tensors.pop(_EMBEDDING, None)
-    if embedding is not None and embedding.shape != model.output_weight.shape:
-        raise ValueError(
-            f"tensor {_EMBEDDING!r} in {str(folder)!r} has shape {tuple(embedding.shape)}, the model's has "
-            f"{tuple(model.output_weight.shape)}"
-        )
-    return config, tensors
+    return {name: tensor for name, tensor in drafter_tensors(folder) if name != _EMBEDDING}
+
+
+def read_eagle(folder: Path, model: CausalLM) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
+    """The configuration of a folder's layer for `model`, and its tensors.
+
+    Raises `ValueError` where there is no layer, or that of another model.
+    """
+    tensors = eagle_tensors(folder)
+    return EagleConfig.of_folder(folder, tensors, model), tensors
 
 
 class EagleDrafter:
@@ -247,8 +247,6 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> dict[str, list[int]]:
         """The keys of all tokens of the plan, and `num_drafts` guesses one after the other."""
-        if plan.block_copies:
-            rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, slots_per_block(self._block_size) // 16)
         if not plan.sequences:
             return {}
         features = self._catch_up(plan.sequences)  # of the last known token of those that guess

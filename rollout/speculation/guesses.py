@@ -13,9 +13,13 @@ from rollout.worker.inputs import StepInputs, fetch
 
 
 def draw_guesses(
-    logits: torch.Tensor, sequences: Sequence[DraftSequence], positions: Sequence[int], inputs: StepInputs
+    logits: torch.Tensor,
+    sequences: Sequence[DraftSequence],
+    positions: Sequence[int],
+    inputs: StepInputs,
+    rows: Sequence[int] | None = None,
 ) -> list[int]:
-    """A guess for position `positions[i]` of `sequences[i]` from row i of `logits` (float32 [R, vocab]).
+    """A guess for position `positions[i]` of `sequences[i]` from row `rows[i]`, or i, of `logits` (float32 [R, vocab]).
 
     Drawn with the request's temperature, filters, and its own noise of that position: where the logits are like the
     model's, so is the token. -1 where a row's values are not numbers.
@@ -24,7 +28,7 @@ def draw_guesses(
         Draw(sequence.request_id, index, sequence.params, sequence.seed, sequence.sample_index, position)
         for index, (sequence, position) in enumerate(zip(sequences, positions, strict=True))
     ]
-    (token_ids,) = fetch([sample_rows(logits, draws, range(len(draws)), inputs).token_ids])
+    (token_ids,) = fetch([sample_rows(logits, draws, range(len(draws)) if rows is None else rows, inputs).token_ids])
     return token_ids.tolist()
 
 

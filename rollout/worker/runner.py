@@ -100,6 +100,24 @@ class Runner:
             return self.decode_programs.run(sequences, self.times)
         return None
 
+    @torch.inference_mode()
+    def last_logits(
+        self, sequences: list[ScheduledSequence], is_wanted: Sequence[bool]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Computes every scheduled token. Returns logits float32 [R, vocab], until the next step, and the rows of the
+        last tokens of those sequences that are wanted. A few tokens of each take no longer than one: their step is
+        recorded too."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        logits = self._replay(sequences) if max(lengths) <= MOST_DECODE_ROWS else None
+        if logits is not None:
+            ends = accumulate(lengths)
+            return logits, [end - 1 for end, wanted in zip(ends, is_wanted, strict=True) if wanted]
+        counts = np.array(is_wanted, np.int64)
+        if not counts.any():  # the model still needs some row to end with
+            counts[0] = 1
+        logits = self.model.compute_logits(self._forward(sequences, counts))
+        return logits, list(range(sum(is_wanted)))
+
     def _move_blocks(self, plan: SchedulePlan) -> None:
         if plan.swap_out:
             rollout_kernels.copy_blocks_between(self.kv_caches, self.host_caches, plan.swap_out, self.tiles_per_block)

@@ -29,13 +29,13 @@ class LargestStep:
 
 @contextmanager
 def set_aside(runner: Runner) -> Iterator[None]:
-    """The runner without its pool and its recorded steps, which it has again afterwards."""
-    kept = runner.kv_caches, runner.decode_programs, runner.decode_graphs
-    runner.decode_programs = runner.decode_graphs = None
+    """The runner without its pool, features and recorded steps, which it has again afterwards."""
+    kept = runner.kv_caches, runner.features, runner.decode_programs, runner.decode_graphs
+    runner.features = runner.decode_programs = runner.decode_graphs = None
     try:
         yield
     finally:
-        runner.kv_caches, runner.decode_programs, runner.decode_graphs = kept
+        runner.kv_caches, runner.features, runner.decode_programs, runner.decode_graphs = kept
 
 
 def measure_peak(

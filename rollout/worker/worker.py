@@ -27,23 +27,27 @@ from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
-from rollout.speculation.model_drafter import ModelDrafter
-from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
+from rollout.speculation.features import FeatureCache
+from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.speculation.with_weights import make_model_drafter
+from rollout.worker.decode_program import MOST_DECODE_ROWS
+from rollout.worker.feature_pool import FeatureLayout
 from rollout.worker.graphs import DecodeGraphs
-from rollout.worker.inputs import DirectInputs, StagedInputs
+from rollout.worker.inputs import DirectInputs, StagedInputs, StepInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
 from rollout.worker.pool_layout import PoolLayout
 from rollout.worker.quantized import QuantizedWeights
 from rollout.worker.runner import Runner
-from rollout.worker.sizing import KVPoolSize, kv_budget
+from rollout.worker.sizing import KVPoolSize, kv_budget, split_budget
 from rollout.worker.step_memory import LargestStep, measure_graphs, measure_peak, set_aside
+from rollout.worker.step_replays import decode_graphs, decode_programs
 
 _FEW_SEQUENCES = 8  # of so many at once each may have several rows in a recorded step (drafts pay where few decode)
 _OWNERS = {
     "scheduling": (),
-    "weights": ("weights",),
-    "kv_cache": ("kv_cache", "swap"),
-    "graphs": ("workspace", "graphs"),
+    "weights": ("weights", "drafter"),
+    "kv_cache": ("kv_cache", "swap", "features", "drafter_kv_cache"),
+    "graphs": ("workspace", "drafter_workspace", "graphs", "drafter_graphs"),
 }  # wake-up tag -> owners in the ledger
 
 
@@ -104,9 +108,10 @@ class Worker:
                 self._forget_adapter_steps,
             )
             self.ledger.register("adapters", self.adapters)
-        self.reload_weights(on_tensor)
         inputs = StagedInputs(self.platform.copies()) if self._runs_triton or self._on_gpu else DirectInputs()
         self.ledger.register("inputs", lambda: inputs.num_bytes)
+        self.drafter = self._make_drafter(inputs, kernels.kv_layout)
+        self.reload_weights(on_tensor)
         adjuster = Adjuster(
             self.model.shape.vocab_size, lambda: self.tokenizer, config.reasoning_start, config.reasoning_end
         )
@@ -120,11 +125,50 @@ class Worker:
             adjuster=adjuster,
             grammars=lambda: self.grammars,
         )
-        self.drafter: ModelDrafter | None = None
-        self.num_draft_blocks = 0  # of the drafter's own pool
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
+        if self.drafter is not None:
+            self.drafter.allocate(self.num_draft_blocks)
+
+    def _make_drafter(self, inputs: StepInputs, kv_layout: rollout_kernels.KVLayout) -> ModelDrafter | None:
+        speculative = self.config.speculative_config
+        if speculative is None or not speculative.has_weights:
+            return None
+        host = DrafterHost(
+            self.config,
+            speculative,
+            self.model,
+            self.folder,
+            self.dtype,
+            self._longest,
+            self.platform,
+            self.ledger,
+            inputs,
+            kv_layout,
+            self._runs_triton,
+            self._features,
+        )
+        drafter = make_model_drafter(host)
+        self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in drafter.buffers().values()))
+        return drafter
+
+    def _features(self) -> FeatureCache:
+        assert self.runner.features is not None, "no drafter needs features"
+        return self.runner.features
+
+    @cached_property
+    def _feature_layout(self) -> FeatureLayout | None:
+        """None where no drafter needs features."""
+        if self.drafter is None or not self.drafter.needs_features:
+            return None
+        hidden_size = self.model.output_weight.shape[1]
+        return FeatureLayout(hidden_size, self.dtype, self.config.block_size, covers_all_tokens=self.drafter.has_kv)
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks of the drafter's own pool; 0 where there is none."""
+        return self.pool.num_draft_blocks
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -153,8 +197,10 @@ class Worker:
             self.runner.decode_graphs.release()
 
     def reload_weights(self, on_tensor: Callable[[str], None] | None = None) -> None:
-        """Reads the checkpoint again, into the tensors that are there."""
+        """Reads the checkpoint again, and that of a drafter, into the tensors that are there."""
         load_weights(self.model, self.folder, on_tensor)
+        if self.drafter is not None:
+            self.drafter.load(on_tensor)
         self.remake_quantized_weights()
 
     def remake_quantized_weights(self) -> None:
@@ -193,12 +239,12 @@ class Worker:
     def _sleepers(self, level: int, keep_weights: bool) -> list[str]:
         """Owners that give their memory back at a level. Captured decode steps are among them where tensors do not
         come back to their addresses."""
-        owners = [*_OWNERS["kv_cache"], "workspace"]
+        owners = [*_OWNERS["kv_cache"], "workspace", "drafter_workspace"]
         if level == 2:
             owners += ["quantized_weights", "adapters"]
-            owners += [] if keep_weights else ["weights"]
+            owners += [] if keep_weights else _OWNERS["weights"]
         if not self._weights.keeps_addresses:
-            owners.append("graphs")
+            owners += ["graphs", "drafter_graphs"]
         return [owner for owner in owners if owner in self.ledger.owners]
 
     def sleeping_tags(self, level: int, keep_weights: bool) -> frozenset[str]:
@@ -227,27 +273,16 @@ class Worker:
 
     def _size_pool(self) -> KVPoolSize:
         block_bytes = self._layout.block_bytes
+        block_bytes += 0 if self._feature_layout is None else self._feature_layout.block_bytes
+        draft_block_bytes = 0 if self.drafter is None else self.drafter.block_bytes
+        given, most_draft_blocks = self._draft_blocks(draft_block_bytes)
         if self.config.kv_cache_memory is not None:
             budget = int(self.config.kv_cache_memory)
+            num_blocks = budget // block_bytes
+            num_draft_blocks = min(most_draft_blocks, num_blocks)
         else:
-            total = self.platform.total_memory()
-            peak = self.measure_step()
-            self.platform.trim()
-            weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
-            weights += 0 if self.adapters is None else self.adapters.num_bytes
-            budget = kv_budget(
-                total,
-                self.config.gpu_memory_utilization,
-                weights,
-                peak,
-                self.platform.free_memory(),
-            )
-            if budget < block_bytes:
-                raise ValueError(
-                    f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
-                    f"bytes the weights take {weights:,} and a step at most {peak:,}"
-                )
-        num_blocks = budget // block_bytes
+            budget = self._measured_budget(block_bytes) - given * draft_block_bytes
+            num_blocks, num_draft_blocks = split_budget(budget, block_bytes, draft_block_bytes, most_draft_blocks)
         if num_blocks < 1:
             raise ValueError(f"kv_cache_memory={budget:,} is not valid: one block takes {block_bytes:,} bytes")
         num_host_blocks = int(self.config.swap_space) // block_bytes
@@ -255,7 +290,40 @@ class Worker:
             raise ValueError(
                 f"swap_space={self.config.swap_space:,} is not valid: one block takes {block_bytes:,} bytes"
             )
-        return KVPoolSize(num_blocks, num_host_blocks, block_bytes)
+        return KVPoolSize(num_blocks, num_host_blocks, block_bytes, given or num_draft_blocks)
+
+    def _measured_budget(self, block_bytes: int) -> int:
+        """Bytes for KV beside the weights and the largest step."""
+        total = self.platform.total_memory()
+        peak = self.measure_step()
+        self.platform.trim()
+        weights = self._weights.num_bytes + (0 if self.quantized is None else self.quantized.slab.num_bytes)
+        weights += 0 if self.adapters is None else self.adapters.num_bytes
+        weights += 0 if self.drafter is None else sum(tensor.nbytes for tensor in self.drafter.parameters().values())
+        free = self.platform.free_memory()
+        budget = kv_budget(total, self.config.gpu_memory_utilization, weights, peak, free)
+        if budget < block_bytes:
+            raise ValueError(
+                f"gpu_memory_utilization={self.config.gpu_memory_utilization} leaves no room for KV: of {total:,} "
+                f"bytes the weights take {weights:,} and a step at most {peak:,}"
+            )
+        return budget
+
+    def _draft_blocks(self, block_bytes: int) -> tuple[int, int]:
+        """Blocks of a drafter's own pool: those that the configuration gives it memory for, or 0, and otherwise as many
+        as the sequences of a full batch that speculates can need."""
+        speculative = self.config.speculative_config
+        if speculative is None or not block_bytes:
+            return 0, 0
+        if speculative.draft_kv_cache_memory is None:
+            return 0, min(speculative.max_batch_for_speculation, self.config.max_num_seqs) * self._max_blocks
+        given = int(speculative.draft_kv_cache_memory) // block_bytes
+        if given < 1:
+            raise ValueError(
+                f"speculative_config: draft_kv_cache_memory={speculative.draft_kv_cache_memory:,} is not valid: one "
+                f"block takes {block_bytes:,} bytes"
+            )
+        return given, 0
 
     @property
     def _longest(self) -> int:
@@ -263,26 +331,40 @@ class Worker:
         return self.config.max_model_len or self.model.shape.max_position_embeddings
 
     def _decode_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(
-            self.model,
-            self.runner.kv_caches,
-            self.config.block_size,
-            self.config.max_num_seqs,
-            -(-self._longest // self.config.block_size),
-            self.runner.inputs,
-            self.platform.step_capture(),
-            self.device,
-        )
+        return decode_graphs(self.runner, self.config.max_num_seqs, self._max_blocks, self.platform)
+
+    @property
+    def _max_blocks(self) -> int:
+        """Blocks of a sequence at most."""
+        return -(-self._longest // self.config.block_size)
 
     def _allocate_pool(self) -> None:
         size = self.pool
         self._kv_slab = self._new_kv_slab(size)
         self.ledger.register("kv_cache", self._kv_slab)
         self.runner.kv_caches = self._layout.caches(size.num_blocks, self._kv_slab.carve)
+        host: Memory | None = None
         if size.num_host_blocks:
-            host = self.platform.host_memory("swap", self._layout.pool_bytes(size.num_host_blocks))
+            layout, features = self._layout, self._feature_layout
+            num_bytes = layout.pool_bytes(size.num_host_blocks)
+            num_bytes += 0 if features is None else (size.num_host_blocks + 1) * features.block_bytes
+            host = self.platform.host_memory("swap", num_bytes)
             self.ledger.register("swap", host, on_host=self._on_gpu)
-            self.runner.host_caches = self._layout.caches(size.num_host_blocks, host.carve)
+            self.runner.host_caches = layout.caches(size.num_host_blocks, host.carve)
+        self._feature_memory = self._new_feature_memory(size)
+        self._use_features(size, host)
+
+    def _new_feature_memory(self, size: KVPoolSize) -> Memory | None:
+        return None if self._feature_layout is None else self._feature_layout.memory(size.num_blocks, self.platform)
+
+    def _use_features(self, size: KVPoolSize, host: Memory | None) -> None:
+        if self._feature_layout is None or self._feature_memory is None:
+            return
+        self.ledger.register("features", self._feature_memory)
+        features = self._feature_layout.cache(size.num_blocks, self._feature_memory, size.num_host_blocks, host)
+        if host is None and self.runner.features is not None:  # another pool: that of the host stays
+            features.host_rows = self.runner.features.host_rows
+        self.runner.features = features
 
     def _new_kv_slab(self, size: KVPoolSize) -> Memory:
         # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
@@ -302,21 +384,28 @@ class Worker:
         Recorded and captured decode steps know the old addresses: they are made anew when they are next needed. Raises
         `torch.OutOfMemoryError` or `OSError`, with the old pool in place but empty, where there is not enough memory.
         """
-        old = self._kv_slab
-        old.release()  # a device may not have the memory of both
+        old = [memory for memory in (self._kv_slab, self._feature_memory) if memory is not None]
+        for memory in old:
+            memory.release()  # a device may not have the memory of both
         self.platform.trim()
         try:
-            slab = self._new_kv_slab(size)
+            slab, feature_memory = self._new_kv_slab(size), self._new_feature_memory(size)
         except (torch.OutOfMemoryError, OSError):
             if not asleep:
-                old.resume()
+                for memory in old:
+                    memory.resume()
             raise
-        self.ledger.unregister("kv_cache")
-        self.pool, self._kv_slab = size, slab
+        for owner in ("kv_cache", "features"):
+            if owner in self.ledger.owners:
+                self.ledger.unregister(owner)
+        self.pool, self._kv_slab, self._feature_memory = size, slab, feature_memory
         self.ledger.register("kv_cache", slab)
         self.runner.kv_caches = self._layout.caches(size.num_blocks, slab.carve)
+        self._use_features(size, None)
         if asleep:
             slab.release()
+            if feature_memory is not None:
+                feature_memory.release()
         self._forget_decode_programs()
         self._prepare_decode_programs()
 
@@ -338,6 +427,9 @@ class Worker:
                         measure_graphs(self._decode_graphs(), slot)
                         for slot in sorted({-1, self._largest_step.adapter_slot})
                     )
+        if self.drafter is not None:  # it runs before the step; what it needed may not have gone back by then
+            with self._kernels():
+                peak += self.drafter.measure_step()
         return peak
 
     @property
@@ -367,16 +459,8 @@ class Worker:
             return
         if self._on_gpu:  # the reference waits for the device everywhere: its steps cannot be captured
             return
-        max_rows = self._max_rows
-        logits = 4 * max_rows * self.model.shape.vocab_size
-        # No page is held before it is written, so the generous part costs nothing where it is not needed.
-        slab = self.platform.memory("workspace", 2 * logits + (256 << 20), huge_pages=False)
-        self.ledger.register("workspace", slab)
-        self.runner.decode_programs = DecodePrograms(
-            self.model,
-            self.runner.kv_caches,
-            self.config.block_size,
-            max_rows,
-            -(-self._longest // self.config.block_size),
-            slab.carve((slab.num_bytes,), torch.uint8),
+        programs, workspace = decode_programs(
+            self.runner, self._max_rows, self._max_blocks, self.platform, owner="workspace"
         )
+        self.runner.decode_programs = programs
+        self.ledger.register("workspace", workspace)
