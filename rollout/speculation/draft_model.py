@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import rollout_kernels
 from rollout.core.schedule import DraftPlan, DraftSequence, ScheduledSequence
 from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
@@ -113,8 +112,6 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> dict[str, list[int]]:
         """One forward pass over the known tokens of all sequences, and one for each further guess of the longest."""
-        if plan.block_copies:
-            rollout_kernels.copy_blocks(self._runner.kv_caches, plan.block_copies, self._runner.tiles_per_block)
         some = [(sequence, *self._within(sequence)) for sequence in plan.sequences if sequence.start < self._longest]
         if not some:
             return {}

@@ -92,7 +92,7 @@ class ModelDrafter(Protocol):
         ...
 
     def propose(self, plan: DraftPlan) -> dict[str, list[int]]:
-        """Copies blocks, computes the known tokens, and guesses up to `num_drafts` next ones: request id -> guesses.
+        """Computes the known tokens, and guesses up to `num_drafts` next ones: request id -> guesses.
 
         A guess of position p is drawn with the request's own noise of p, temperature and filters, so that the model is
         likely to draw the same there. Penalties and masks are for the verification.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,11 +28,10 @@ from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
-from rollout.speculation.features import FeatureCache
+from rollout.speculation.features import FeatureCache, slots_per_block
 from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
 from rollout.speculation.with_weights import make_model_drafter
 from rollout.worker.decode_program import MOST_DECODE_ROWS
-from rollout.worker.feature_pool import FeatureLayout
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs, StepInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
@@ -125,7 +125,7 @@ class Worker:
             adjuster=adjuster,
             grammars=lambda: self.grammars,
         )
-        self.pool = self._size_pool()
+        self.pool: KVPoolSize = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
         if self.drafter is not None:
@@ -154,16 +154,8 @@ class Worker:
         return drafter
 
     def _features(self) -> FeatureCache:
-        assert self.runner.features is not None, "no drafter needs features"
+        assert self.runner.features is not None, "features are read before there is a KV pool"
         return self.runner.features
-
-    @cached_property
-    def _feature_layout(self) -> FeatureLayout | None:
-        """None where no drafter needs features."""
-        if self.drafter is None or not self.drafter.needs_features:
-            return None
-        hidden_size = self.model.output_weight.shape[1]
-        return FeatureLayout(hidden_size, self.dtype, self.config.block_size, covers_all_tokens=self.drafter.has_kv)
 
     @property
     def num_draft_blocks(self) -> int:
@@ -272,8 +264,7 @@ class Worker:
         return self.ledger.report()
 
     def _size_pool(self) -> KVPoolSize:
-        block_bytes = self._layout.block_bytes
-        block_bytes += 0 if self._feature_layout is None else self._feature_layout.block_bytes
+        block_bytes = self._layout.block_bytes + self._feature_block_bytes
         draft_block_bytes = 0 if self.drafter is None else self.drafter.block_bytes
         given, most_draft_blocks = self._draft_blocks(draft_block_bytes)
         if self.config.kv_cache_memory is not None:
@@ -309,6 +300,13 @@ class Worker:
             )
         return budget
 
+    @property
+    def _feature_block_bytes(self) -> int:
+        """Bytes of the features of a block's tokens, where a drafter reads them."""
+        if self.drafter is None or not self.drafter.needs_features:
+            return 0
+        return math.prod(self._feature_shape(1)) * self.dtype.itemsize
+
     def _draft_blocks(self, block_bytes: int) -> tuple[int, int]:
         """Blocks of a drafter's own pool: those that the configuration gives it memory for, or 0, and otherwise as many
         as the sequences of a full batch that speculates can need."""
@@ -340,36 +338,39 @@ class Worker:
 
     def _allocate_pool(self) -> None:
         size = self.pool
-        self._kv_slab = self._new_kv_slab(size)
-        self.ledger.register("kv_cache", self._kv_slab)
-        self.runner.kv_caches = self._layout.caches(size.num_blocks, self._kv_slab.carve)
-        host: Memory | None = None
+        host_rows: torch.Tensor | None = None
         if size.num_host_blocks:
-            layout, features = self._layout, self._feature_layout
-            num_bytes = layout.pool_bytes(size.num_host_blocks)
-            num_bytes += 0 if features is None else (size.num_host_blocks + 1) * features.block_bytes
-            host = self.platform.host_memory("swap", num_bytes)
+            host = self.platform.host_memory("swap", size.num_host_blocks * size.block_bytes + self._layout.padding)
             self.ledger.register("swap", host, on_host=self._on_gpu)
-            self.runner.host_caches = layout.caches(size.num_host_blocks, host.carve)
-        self._feature_memory = self._new_feature_memory(size)
-        self._use_features(size, host)
+            self.runner.host_caches = self._layout.caches(size.num_host_blocks, host.carve)
+            if self._feature_block_bytes:
+                host_rows = host.carve(self._feature_shape(size.num_host_blocks), self.dtype)
+        self._use_pool(size, self._new_pool(size), host_rows)
 
-    def _new_feature_memory(self, size: KVPoolSize) -> Memory | None:
-        return None if self._feature_layout is None else self._feature_layout.memory(size.num_blocks, self.platform)
-
-    def _use_features(self, size: KVPoolSize, host: Memory | None) -> None:
-        if self._feature_layout is None or self._feature_memory is None:
-            return
-        self.ledger.register("features", self._feature_memory)
-        features = self._feature_layout.cache(size.num_blocks, self._feature_memory, size.num_host_blocks, host)
-        if host is None and self.runner.features is not None:  # another pool: that of the host stays
-            features.host_rows = self.runner.features.host_rows
-        self.runner.features = features
-
-    def _new_kv_slab(self, size: KVPoolSize) -> Memory:
+    def _new_pool(self, size: KVPoolSize) -> dict[str, Memory]:
+        """Memory for the keys and values of a pool, and for the features of their tokens, by owner."""
         # Each layer touches its own part of the pool, a few KiB a block: huge pages would make a short request clear
         # 2 MiB for each layer, after every sleep again.
-        return self.platform.memory("kv_cache", self._layout.pool_bytes(size.num_blocks), huge_pages=False)
+        num_bytes = self._layout.pool_bytes(size.num_blocks)
+        memory = {"kv_cache": self.platform.memory("kv_cache", num_bytes, huge_pages=False)}
+        if self._feature_block_bytes:
+            num_bytes = (size.num_blocks + 1) * self._feature_block_bytes
+            memory["features"] = self.platform.memory("features", num_bytes, huge_pages=False)
+        return memory
+
+    def _use_pool(self, size: KVPoolSize, memory: Mapping[str, Memory], host_rows: torch.Tensor | None) -> None:
+        for owner, slab in memory.items():
+            self.ledger.register(owner, slab)
+        self.pool = size
+        self.runner.kv_caches = self._layout.caches(size.num_blocks, memory["kv_cache"].carve)
+        if "features" in memory:
+            assert self.drafter is not None
+            num_rows, width = self._feature_shape(size.num_blocks)
+            rows = memory["features"].carve((num_rows + 1, width), self.dtype)
+            self.runner.features = FeatureCache(rows, host_rows, self.config.block_size, self.drafter.has_kv)
+
+    def _feature_shape(self, num_blocks: int) -> tuple[int, int]:
+        return num_blocks * slots_per_block(self.config.block_size), self.model.output_weight.shape[1]
 
     def pool_of(self, num_bytes: int) -> KVPoolSize:
         """The pool that fits into `num_bytes`. Raises `ValueError` where that is not even one block."""
@@ -384,28 +385,20 @@ class Worker:
         Recorded and captured decode steps know the old addresses: they are made anew when they are next needed. Raises
         `torch.OutOfMemoryError` or `OSError`, with the old pool in place but empty, where there is not enough memory.
         """
-        old = [memory for memory in (self._kv_slab, self._feature_memory) if memory is not None]
-        for memory in old:
-            memory.release()  # a device may not have the memory of both
-        self.platform.trim()
+        old = [owner for owner in ("kv_cache", "features") if owner in self.ledger.owners]
+        self.ledger.release(old)  # a device may not have the memory of both
         try:
-            slab, feature_memory = self._new_kv_slab(size), self._new_feature_memory(size)
+            memory = self._new_pool(size)
         except (torch.OutOfMemoryError, OSError):
             if not asleep:
-                for memory in old:
-                    memory.resume()
+                self.ledger.resume(old)
             raise
-        for owner in ("kv_cache", "features"):
-            if owner in self.ledger.owners:
-                self.ledger.unregister(owner)
-        self.pool, self._kv_slab, self._feature_memory = size, slab, feature_memory
-        self.ledger.register("kv_cache", slab)
-        self.runner.kv_caches = self._layout.caches(size.num_blocks, slab.carve)
-        self._use_features(size, None)
+        for owner in old:
+            self.ledger.unregister(owner)
+        features = self.runner.features
+        self._use_pool(size, memory, None if features is None else features.host_rows)
         if asleep:
-            slab.release()
-            if feature_memory is not None:
-                feature_memory.release()
+            self.ledger.release(memory)
         self._forget_decode_programs()
         self._prepare_decode_programs()
 
