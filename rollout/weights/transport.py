@@ -67,8 +67,8 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of what was sent: a drafter's tensors do
-    not count."""
+    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of what was sent, a drafter left
+    out."""
 
     num_tensors: int
     num_bytes: int
