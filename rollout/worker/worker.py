@@ -28,6 +28,7 @@ from rollout.platform.platform import Memory, platform_for
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.speculation.model_drafter import ModelDrafter
+from rollout.speculation.rejection import RejectionSampler
 from rollout.worker.batch import KVCaches
 from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -111,6 +112,11 @@ class Worker:
         )
         self.drafter: ModelDrafter | None = None
         self.num_draft_blocks = 0  # of the drafter's own pool
+        speculative = config.speculative_config
+        if speculative is not None and speculative.verification == "rejection":
+            self.runner.rejection = RejectionSampler(
+                lambda: None if self.drafter is None else self.drafter.distributions
+            )
         self.pool = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()

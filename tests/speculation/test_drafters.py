@@ -146,7 +146,6 @@ def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
         ({"method": "draft_model"}, "method='draft_model' is not supported yet"),
         ({"method": "eagle3"}, "method='eagle3' is not supported yet: use one of 'ngram', 'suffix'"),
         ({"method": "magic"}, "method='magic'"),
-        ({"method": "ngram", "verification": "rejection"}, "verification='rejection' is not supported yet"),
         ({"method": "ngram", "verification": "no"}, "verification='no'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "num_speculative_tokens=17"),
