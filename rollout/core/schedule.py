@@ -68,7 +68,8 @@ class SchedulePlan:
 
 class DraftSequence(msgspec.Struct, frozen=True, gc=False):
     """What a drafter with weights computes for one request before a step: the known tokens that it has not seen yet,
-    `request.token_ids[start : start + len(token_ids)]`, and then its own guesses."""
+    `request.token_ids[start : start + len(token_ids)]`, and then its own guesses. Of a drafter without KV the last
+    known token alone."""
 
     request_id: str
     start: int  # position of the first token whose KV the drafter lacks
@@ -83,10 +84,9 @@ class DraftSequence(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class DraftPlan:
-    """What a drafter with weights does before a step, in this order: copy blocks of its own pool, compute, guess."""
+    """What a drafter with weights does before a step. No block of its own pool is ever copied: full ones are shared."""
 
     sequences: list[DraftSequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
 
 
 @dataclass(slots=True)

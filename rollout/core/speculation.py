@@ -37,7 +37,7 @@ class Drafter(Protocol):
 class _Sample:
     """What is known of one request's drafts."""
 
-    drafter: Drafter
+    drafter: Drafter | None  # None where a drafter with weights guesses for all
     rate: float  # of the drafts that were looked at, the share that was right; exponential average
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
 
@@ -83,17 +83,21 @@ class Speculation:
 
     def __init__(
         self,
-        make_drafter: Callable[[Request], Drafter],
+        make_drafter: Callable[[Request], Drafter] | None,
         most_drafts: int,
         most_sequences: int,
         rate: float = 0.7,
         *,
         watches_cost: bool = False,
     ) -> None:
-        """At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
+        """`make_drafter` gives each request a drafter of its own; None where a drafter with weights guesses for all of
+        them together, before the step (`rollout.core.draft_planner`).
+
+        At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
         drafts that is expected at first, gives way to what is found. With `watches_cost` nothing is drafted in steps of
         as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then."""
         self._make_drafter = make_drafter
+        self.has_weights = make_drafter is None
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
         self._watches_cost = watches_cost
@@ -127,18 +131,25 @@ class Speculation:
             self._paces[num_sequences].took(num_sequences, num_rows > num_sequences, num_tokens, seconds)
 
     def drafts(self, request: Request, most: int) -> list[int]:
-        """At most `most` guesses of a request's next tokens."""
+        """At most `most` guesses of a request's next tokens, by its own drafter."""
         sample = self._sample(request)
         length = self._length(sample)
-        if not length:
+        if not length or sample.drafter is None:
             return []
         return sample.drafter.propose(request.token_ids, min(most, length))
+
+    def length(self, request: Request) -> int:
+        """How many guesses of a request's next tokens a drafter with weights should make. Asked once a step."""
+        return self._length(self._sample(request))
 
     def _sample(self, request: Request) -> _Sample:
         sample = self._samples.get(request.request_id)
         if sample is None:
-            sample = self._samples[request.request_id] = _Sample(self._make_drafter(request), self._rate)
+            sample = self._samples[request.request_id] = _Sample(self._new_drafter(request), self._rate)
         return sample
+
+    def _new_drafter(self, request: Request) -> Drafter | None:
+        return None if self._make_drafter is None else self._make_drafter(request)
 
     def _length(self, sample: _Sample) -> int:
         """How many drafts are worth their rows, if the chances of all are the same."""
@@ -167,7 +178,8 @@ class Speculation:
     def ended(self, request: Request) -> None:
         """The request has ended. What it has sampled may help to guess others."""
         sample = self._samples.pop(request.request_id, None)
+        drafter = None if sample is None else sample.drafter
         if sample is None and self.can_draft(request):
-            sample = _Sample(self._make_drafter(request), 0.0)
-        if sample is not None:
-            sample.drafter.close(request.token_ids)
+            drafter = self._new_drafter(request)
+        if drafter is not None:
+            drafter.close(request.token_ids)

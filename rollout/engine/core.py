@@ -100,6 +100,7 @@ class EngineCore:
                 enable_prefix_caching=config.enable_prefix_caching,
                 policy=config.scheduling_policy,
                 preemption_mode=config.preemption_mode,
+                num_draft_blocks=self._worker.num_draft_blocks,
             ),
             make_speculation(config.speculative_config),
         )
@@ -271,6 +272,9 @@ class EngineCore:
         updates = self.take_ended()
         started = time.perf_counter()
         try:
+            draft_plan = self.scheduler.plan_drafts()
+            if draft_plan is not None:
+                self.scheduler.take_drafts(draft_plan, self.executor.propose_drafts(draft_plan))
             plan = self.scheduler.schedule()
             stepped = self.scheduler.update(plan, self.executor.execute(plan))
         except BaseException:

@@ -23,7 +23,7 @@ def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
 
     make_drafter = ngram if config.method == "ngram" else suffix
     return Speculation(
-        make_drafter,
+        None if config.has_weights else make_drafter,
         config.num_speculative_tokens,
         config.max_batch_for_speculation,
         watches_cost=config.only_if_faster,
