@@ -44,8 +44,8 @@ class Runner:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what the most likely tokens beside the drawn ones are of
     adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
     grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
-    rejection: RejectionSampler | None = None  # None: a guess is right where it is what is drawn anyway
     features: FeatureCache | None = None  # where set, final hidden states are kept: a drafter reads them
+    rejection: RejectionSampler | None = None  # None: a guess is right where it is what is drawn anyway
 
     @property
     def tiles_per_block(self) -> int:

@@ -102,10 +102,10 @@ RK_INLINE void scatter_rows(Element* out, long stride, Vector sums) {
   for (int r = 0; r < Rows; r++) memcpy(out + r * stride, values + r * Columns, Columns * sizeof(Element));
 }
 
-constexpr long kAhead = 4;  // columns between what is computed and what is prefetched
-constexpr long kTallRows = 8, kFewRows = 12;  // rows of a tile over two columns; up to so many rows, such tiles are used
+constexpr long kAhead = 8;  // columns between what is computed and what is prefetched
 
-// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K.
+// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K. They are to come into
+// the second-level cache, which waits for many more lines at a time than the first does.
 struct Prefetch {
   const char* next;
   int lines;
@@ -113,7 +113,7 @@ struct Prefetch {
 
 RK_INLINE void prefetch_some(Prefetch& ahead) {
   if (ahead.lines == 0) return;
-  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, 3);
+  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, 2);
   ahead.next += 64 * ahead.lines;
 }
 
@@ -188,33 +188,9 @@ RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long col
   }
 }
 
-// The same for a few rows more than four, against two columns: each tile passes slowly enough for what it asks for to come
-// in time, where tiles of four rows and of the rest would have one quick tile whose requests come late.
-template <typename Type>
-void tall_tiles(const Problem& p, long row, long rows_end, long column, const char* next_columns) {
-  long tiles = (rows_end - row + kTallRows - 1) / kTallRows;
-  Prefetch ahead = {next_columns, !next_columns ? 0 : tiles == 1 ? 2 : 1};
-  for (; tiles > 0; tiles--) {
-    const long rows = (rows_end - row + tiles - 1) / tiles;
-    switch (rows) {
-      case 4: tile<Type, 4, 2>(p, row, column, ahead); break;
-      case 5: tile<Type, 5, 2>(p, row, column, ahead); break;
-      case 6: tile<Type, 6, 2>(p, row, column, ahead); break;
-      case 7: tile<Type, 7, 2>(p, row, column, ahead); break;
-      case 8: tile<Type, 8, 2>(p, row, column, ahead); break;
-    }
-    row += rows;
-  }
-}
-
 template <typename Type>
 void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
   const long stride = p.w_stride * (long)sizeof(typename Type::element);
-  if (rows_end - row > 4 && rows_end - row <= kFewRows)
-    for (; column + 2 <= columns_end; column += 2) {
-      const long next = column + kAhead;
-      tall_tiles<Type>(p, row, rows_end, column, next + 2 <= columns_end ? p.w + next * stride : nullptr);
-    }
   for (; column + 4 <= columns_end; column += 4) {
     const long next = column + kAhead;
     rows_of_tiles<Type, 4>(p, row, rows_end, column, next + 4 <= columns_end ? p.w + next * stride : nullptr);
