@@ -168,21 +168,21 @@ class EagleModel(nn.Module):
         return self.layers[0](x, positions, batch, batch.last_rows).to(features.dtype)
 
 
-def read_eagle(folder: Path, model: CausalLM) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
-    """The configuration of a folder's layer for `model`, and its tensors by the names of `EagleModel`'s parameters.
+def eagle_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint by the names of `EagleModel`'s parameters. Raises `ValueError` where there is none.
 
-    The checkpoint's copy of the embedding is left out: the layer reads the model's, which training may change. Raises
-    `ValueError` where there is no layer, or that of another model.
+    Its copy of the embedding is left out: the layer reads the model's, which training may change.
     """
-    tensors = dict(drafter_tensors(folder))
-    config = EagleConfig.of_folder(folder, tensors, model)
-    embedding = tensors.pop(_EMBEDDING, None)
-    if embedding is not None and embedding.shape != model.output_weight.shape:
-        raise ValueError(
-            f"tensor {_EMBEDDING!r} in {str(folder)!r} has shape {tuple(embedding.shape)}, the model's has "
-            f"{tuple(model.output_weight.shape)}"
-        )
-    return config, tensors
+    return {name: tensor for name, tensor in drafter_tensors(folder) if name != _EMBEDDING}
+
+
+def read_eagle(folder: Path, model: CausalLM) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
+    """The configuration of a folder's layer for `model`, and its tensors.
+
+    Raises `ValueError` where there is no layer, or that of another model.
+    """
+    tensors = eagle_tensors(folder)
+    return EagleConfig.of_folder(folder, tensors, model), tensors
 
 
 class EagleDrafter:

@@ -113,12 +113,17 @@ class MedusaHeads(nn.ModuleList):
         return modules
 
 
+def medusa_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint by the names of `MedusaHeads`' parameters. Raises `ValueError` where there is none."""
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in drafter_tensors(folder)}
+
+
 def read_medusa(folder: Path, model: CausalLM) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
-    """The configuration of a folder's heads for `model`, and their tensors by the names of `MedusaHeads`' parameters.
+    """The configuration of a folder's heads for `model`, and their tensors.
 
     Raises `ValueError` where there are none, or they are those of another model.
     """
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in drafter_tensors(folder)}
+    tensors = medusa_tensors(folder)
     return MedusaConfig.of_folder(folder, tensors, model), tensors
 
 
