@@ -26,8 +26,6 @@ from rollout.worker.inputs import StepInputs
 from rollout.worker.ledger import MemoryLedger
 from rollout_kernels import KVLayout
 
-DRAFTER_PREFIX = "drafter."  # before the names of a drafter's tensors in policy updates, receipts and errors
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterHost:
