@@ -379,7 +379,7 @@ class Planner:
                 drafts = speculation.drafts(request, most)
             else:
                 num_known_then, drafts = guesses.get(request.request_id, (num_known, []))
-                drafts = drafts[:most] if num_known_then == num_known else []
+                drafts = speculation.allowed(request, drafts[:most]) if num_known_then == num_known else []
             num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
             drafts = drafts[: num_slots - num_known]
             if not drafts:
