@@ -101,16 +101,17 @@ class DraftPlanner:
         What belongs to requests that were aborted since `plan` is ignored.
         """
         assert self._in_flight is plan, "these guesses belong to another plan"
+        for sequence in plan.sequences:
+            num_guesses = len(guesses.get(sequence.request_id, ()))
+            assert num_guesses <= sequence.num_drafts, f"{sequence.request_id}: more guesses than were asked for"
         self._in_flight = None
         for sequence in plan.sequences:
             num_known = sequence.start + len(sequence.token_ids)
             drafted = self._drafted.get(sequence.request_id)
             if drafted is not None:
                 self._take_computed(drafted, num_known)
-            found = guesses.get(sequence.request_id, ())
-            assert len(found) <= sequence.num_drafts, f"more guesses than asked for: {sequence.request_id}"
-            if found:
-                self._guesses[sequence.request_id] = (num_known, list(found))
+            if guesses.get(sequence.request_id):
+                self._guesses[sequence.request_id] = (num_known, list(guesses[sequence.request_id]))
 
     def _take_computed(self, drafted: _Drafted, num_computed: int) -> None:
         """The last known token's block is not published yet: should its request not get a token in this step, that one
