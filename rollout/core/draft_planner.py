@@ -155,7 +155,7 @@ class DraftPlanner:
         """Who is to get how many guesses, in order, from what all others leave of the next step's budget and blocks."""
         speculation, size = self._speculation, self._config.block_size
         foresight = self._foresee(kv)
-        if not foresight.decoding or not speculation.is_worth_it(foresight.num_draws):
+        if not foresight.decoding or not speculation.is_worth_it(foresight.num_draws, foresight.decoding):
             return []
         wanted: list[tuple[Request, int]] = []
         for request in foresight.decoding:

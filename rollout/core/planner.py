@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -315,7 +316,9 @@ class Planner:
         step.drawers.append(request)
 
     @staticmethod
-    def _draw(request: Request, sequence_index: int, position: int, row: int) -> Draw:
+    def _draw(
+        request: Request, sequence_index: int, position: int, row: int, draft_token_ids: Sequence[int] = ()
+    ) -> Draw:
         params = request.params
         banned = request.banned_token_ids(position) if params.min_tokens else ()
         forced_token_id = -1
@@ -334,6 +337,7 @@ class Planner:
             row,
             forced_token_id,
             request.beam_options is not None,
+            draft_token_ids,
         )
 
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
@@ -345,17 +349,23 @@ class Planner:
             guesses = self.draft_planner.take_guesses()
             if not guesses:
                 return
-        elif not any(map(speculation.can_draft, drawers)) or not speculation.is_worth_it(len(drawers)):
+        elif len(drawers) > speculation.most_sequences:
             return
+        else:
+            candidates = [
+                request
+                for draw, request in zip(plan.draws, drawers, strict=True)
+                if self._may_have_drafts(step, draw, request, speculation)
+            ]
+            if not speculation.is_worth_it(len(drawers), candidates):
+                return
         reserve = len(self.running) + step.num_forks
         plan.draws, step.drawers, draws = [], [], plan.draws
         for draw, request in zip(draws, drawers, strict=True):
             plan.draws.append(draw)
             step.drawers.append(request)
             sequence = plan.sequences[draw.sequence_index]
-            if request is not step.requests[draw.sequence_index] or len(sequence.token_ids) != 1 or request.siblings:
-                continue
-            if not speculation.can_draft(request):
+            if not self._may_have_drafts(step, draw, request, speculation):
                 continue
             num_known = request.num_tokens
             most = min(
@@ -382,8 +392,15 @@ class Planner:
             )
             plan.draws[-1] = msgspec.structs.replace(draw, row=0)
             for row in range(1, len(drafts) + 1):
-                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row))
+                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row, drafts[:row]))
                 step.drawers.append(request)
+
+    @staticmethod
+    def _may_have_drafts(step: Step, draw: Draw, request: Request, speculation: Speculation) -> bool:
+        """Whether the draw is that of a sequence which decodes, and whose next tokens may be guessed."""
+        if request is not step.requests[draw.sequence_index] or request.siblings:
+            return False
+        return len(step.plan.sequences[draw.sequence_index].token_ids) == 1 and speculation.can_draft(request)
 
     def _plan_forks(self, step: Step, leader: Request) -> None:
         """Siblings draw their first token from the leader's last prompt row: as many as find a seat and a block."""

@@ -7,18 +7,16 @@ drawn up to the first draft that differs is what would have been drawn one step 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout.core.pace import Pace
 from rollout.request import Request
 
-_LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not worth computing
+_LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not computed where nobody watches the clock
 _WEIGHT = 0.125  # of the last draft in the average of those that were right
 _PROBE_EVERY = 24  # steps after which a sequence whose drafts were wrong is tried again
-_FIRST_STEPS = 4  # of a kind, before two kinds are compared
-_STEPS_BETWEEN_COMPARISONS = 128
-_SHORTEST_REST, _LONGEST_REST = 32, 1024  # steps without drafts, where those with drafts were slower a token
 
 
 class Drafter(Protocol):
@@ -39,43 +37,8 @@ class _Sample:
 
     drafter: Drafter | None  # None where a drafter with weights guesses for all
     rate: float  # of the drafts that were looked at, the share that was right; exponential average
+    length: int = 0  # how many it should have in the step that comes
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
-
-
-@dataclass(slots=True)
-class _Pace:
-    """What steps of so many sequences have cost lately, and what those with drafts have brought."""
-
-    plain_seconds: float = 0.0  # of a step without drafts; averages, 0 where nothing is known
-    seconds: float = 0.0  # of a step with drafts, since the last rest
-    tokens: float = 0.0  # that it brought
-    num_drafting: int = 0  # such steps since the last rest
-    num_to_rest: int = _FIRST_STEPS  # steps that are still made without drafts
-    rest: int = _SHORTEST_REST  # how many the next time
-
-    def took(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
-        if not has_drafts:
-            self.plain_seconds = _averaged(self.plain_seconds, seconds)
-            return
-        self.seconds, self.tokens = _averaged(self.seconds, seconds), _averaged(self.tokens, num_tokens)
-        self.num_drafting += 1
-        if self.num_drafting < _FIRST_STEPS or not self.plain_seconds:
-            return
-        if self.tokens * self.plain_seconds < num_sequences * self.seconds:
-            self._stop_for(self.rest)
-            self.rest = min(2 * self.rest, _LONGEST_REST)
-        elif self.num_drafting >= _STEPS_BETWEEN_COMPARISONS:
-            self._stop_for(_FIRST_STEPS // 2)
-            self.rest = _SHORTEST_REST
-
-    def _stop_for(self, num_steps: int) -> None:
-        self.num_to_rest, self.num_drafting, self.seconds, self.tokens = num_steps, 0, 0.0, 0.0
-
-
-def _averaged(average: float, value: float) -> float:
-    """The exponential average with one value more. What is much longer than usual (a step that is recorded, a machine
-    that does something else) does not count for all that it is."""
-    return value if not average else average + 0.2 * (min(value, 2 * average) - average)
 
 
 class Speculation:
@@ -100,9 +63,9 @@ class Speculation:
         self.has_weights = make_drafter is None
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
-        self._watches_cost = watches_cost
+        self._pace = Pace() if watches_cost else None
+        self._least_chance = _LEAST_CHANCE
         self._samples: dict[str, _Sample] = {}
-        self._paces: dict[int, _Pace] = {}  # by the number of sequences
         self._rate = rate  # that new requests begin with: the average over all
         self.num_drafted = [0] * most_drafts  # by place among a step's drafts, since start
         self.num_accepted = [0] * most_drafts
@@ -110,37 +73,47 @@ class Speculation:
     @staticmethod
     def can_draft(request: Request) -> bool:
         """Whether its next tokens may be guessed. Not before it has one, since its siblings draw that too; and not
-        where a draw depends on the tokens before it in other ways than through the model, or is forced."""
-        if request.sample_state is not None or request.beam_options is not None:
-            return False
-        return request.num_output_tokens >= max(1, len(request.forced_token_ids))
+        where they are forced, or several beams' at once."""
+        return request.beam_options is None and request.num_output_tokens >= max(1, len(request.forced_token_ids))
 
-    def is_worth_it(self, num_sequences: int) -> bool:
-        """Whether a step with so many draws should have drafts."""
+    def is_worth_it(self, num_sequences: int, candidates: Sequence[Request]) -> bool:
+        """Whether a step with so many draws should have drafts for `candidates`, which are among those that draw."""
         if num_sequences > self.most_sequences:
             return False
-        pace = self._paces.setdefault(num_sequences, _Pace())
-        if self._watches_cost and pace.num_to_rest:
-            pace.num_to_rest -= 1
-            return False
-        return True
+        if self._pace is not None:
+            self._least_chance = self._pace.least_chance(num_sequences)
+        num_drafts, num_right = 0, 0.0
+        for request in candidates:
+            sample = self._sample(request)
+            sample.length = self._next_length(sample)
+            num_drafts += sample.length
+            num_right += sum(sample.rate**place for place in range(1, sample.length + 1))
+        if self._pace is None:
+            return num_drafts > 0
+        return self._pace.allows(num_sequences, num_drafts, num_right)
 
     def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which so many sequences decoded has computed `num_rows`, and brought `num_tokens`."""
-        if num_sequences in self._paces:
-            self._paces[num_sequences].took(num_sequences, num_rows > num_sequences, num_tokens, seconds)
+        if self._pace is not None and num_sequences <= self.most_sequences:
+            self._pace.took(num_sequences, num_rows, num_tokens, seconds)
+
+    @property
+    def seconds_won_and_lost(self) -> tuple[float, float]:
+        """Since start: by steps with drafts that were faster than without, and by those that were slower. Zeros where
+        nobody watches the clock."""
+        return (0.0, 0.0) if self._pace is None else (self._pace.seconds_won, self._pace.seconds_lost)
 
     def drafts(self, request: Request, most: int) -> list[int]:
-        """At most `most` guesses of a request's next tokens, by its own drafter."""
+        """At most `most` guesses of a request's next tokens, by its own drafter, in a step that `is_worth_it`."""
         sample = self._sample(request)
-        length = self._length(sample)
-        if not length or sample.drafter is None:
+        if not sample.length or sample.drafter is None:
             return []
-        return sample.drafter.propose(request.token_ids, min(most, length))
+        return sample.drafter.propose(request.token_ids, min(most, sample.length))
 
     def length(self, request: Request) -> int:
-        """How many guesses of a request's next tokens a drafter with weights should make. Asked once a step."""
-        return self._length(self._sample(request))
+        """How many guesses of a request's next tokens a drafter with weights should make in a step that
+        `is_worth_it`."""
+        return self._sample(request).length
 
     def _sample(self, request: Request) -> _Sample:
         sample = self._samples.get(request.request_id)
@@ -151,15 +124,15 @@ class Speculation:
     def _new_drafter(self, request: Request) -> Drafter | None:
         return None if self._make_drafter is None else self._make_drafter(request)
 
-    def _length(self, sample: _Sample) -> int:
-        """How many drafts are worth their rows, if the chances of all are the same."""
+    def _next_length(self, sample: _Sample) -> int:
+        """How many drafts are worth their rows, if the chances of all are the same. Where none is, one is tried now
+        and then."""
         length, chance = 0, sample.rate
-        while length < self.most_drafts and chance >= _LEAST_CHANCE:
+        while length < self.most_drafts and chance >= self._least_chance:
             length, chance = length + 1, chance * sample.rate
         if length == 0:
             sample.num_skipped += 1
-            if sample.num_skipped % _PROBE_EVERY == 0:
-                return 1
+            length = int(sample.num_skipped % _PROBE_EVERY == 0)
         return length
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:

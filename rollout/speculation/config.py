@@ -11,14 +11,7 @@ MOST_DRAFTS = 16
 DraftMethod = Literal["ngram", "suffix", "draft_model", "medusa", "eagle"]
 METHODS: tuple[DraftMethod, ...] = get_args(DraftMethod)
 WITH_WEIGHTS: tuple[DraftMethod, ...] = ("draft_model", "medusa", "eagle")
-_LATER = (
-    "draft_model",
-    "medusa",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "mlp_speculator",
-)
+_LATER = ("eagle3", "mtp", "mlp_speculator")
 # field -> the methods that use it
 _USED_BY: dict[str, tuple[DraftMethod, ...]] = {
     "prompt_lookup_min": ("ngram",),

@@ -20,8 +20,10 @@ from rollout.core.schedule import DraftPlan
 from rollout.models.causal_lm import CausalLM
 from rollout.platform.platform import Platform
 from rollout.speculation.config import SpeculativeConfig
+from rollout.speculation.features import FeatureCache
 from rollout.worker.inputs import StepInputs
 from rollout.worker.ledger import MemoryLedger
+from rollout_kernels import KVLayout
 
 DRAFTER_PREFIX = "drafter."  # before the names of a drafter's tensors in policy updates, receipts and errors
 
@@ -39,8 +41,9 @@ class DrafterHost:
     platform: Platform
     ledger: MemoryLedger  # owners "drafter", "drafter_kv_cache", "drafter_workspace", "drafter_graphs"
     inputs: StepInputs
-    kv_layout: str  # how the kernels lay out a KV pool
+    kv_layout: KVLayout  # how the kernels lay out a KV pool
     runs_triton: bool
+    features: Callable[[], FeatureCache]  # beside the engine's KV pool, once there is one; for `needs_features`
 
 
 class ModelDrafter(Protocol):
@@ -89,7 +92,7 @@ class ModelDrafter(Protocol):
         ...
 
     def propose(self, plan: DraftPlan) -> dict[str, list[int]]:
-        """Copies blocks, computes the known tokens, and guesses up to `num_drafts` next ones: request id -> guesses.
+        """Computes the known tokens, and guesses up to `num_drafts` next ones: request id -> guesses.
 
         A guess of position p is drawn with the request's own noise of p, temperature and filters, so that the model is
         likely to draw the same there. Penalties and masks are for the verification.

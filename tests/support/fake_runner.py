@@ -86,6 +86,7 @@ class FakeRunner:
     scheduler: Scheduler
     vocab: int = 7
     poisoned: Callable[[Draw], bool] = lambda draw: False  # draws whose logits are not numbers
+    completing: Callable[[Draw], bool] = lambda draw: False  # draws after whose token a grammar allows no more
     device: dict[int, SlotContent] = field(default_factory=dict)  # slot -> content
     host: dict[int, SlotContent] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)  # by id, ended ones too
@@ -194,6 +195,8 @@ class FakeRunner:
             assert -1 <= draw.row < len(sequence.token_ids)
             prefix = whole if draw.row == -1 else whole[: sequence.start + draw.row + 1]
             assert draw.position == len(prefix), "a draw names another position than its row's"
+            assert [*prefix[draw.num_known_tokens :]] == [*draw.draft_token_ids], "a draw names other guesses"
+            assert not draw.draft_token_ids or draw.num_known_tokens == self.requests[draw.request_id].num_tokens
             if self.poisoned(draw):
                 rows.append((-1, float("nan")))
                 continue
@@ -231,6 +234,7 @@ class FakeRunner:
             sampled_logprobs=logprobs * np.float32(2),
             kept_mass=logprobs * np.float32(3),
             entropy=logprobs * np.float32(4),
+            completed={index: None for index, draw in enumerate(plan.draws) if self.completing(draw)},
             prompt_logprobs=scores,
             top_logprobs=top,
             prompt_top_logprobs=prompt_top,
