@@ -118,10 +118,8 @@ class Corpora:
     """The corpora of the prompts asked lately. Those of running samples stay; of the others, the least recently used go
     when all together hold more than `most_tokens`."""
 
-    def __init__(self, most_tokens: int, least_chance: float = 0.15) -> None:
-        """Guesses that are less likely than `least_chance` are not made."""
+    def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
-        self.least_chance = least_chance
         self._corpora: OrderedDict[tuple[str | None, bytes], Corpus] = OrderedDict()
         self._followers: OrderedDict[str | None, Followers] = OrderedDict()
         self._chances = {is_greedy: Chances() for is_greedy in (False, True)}
@@ -191,11 +189,16 @@ class SuffixDrafter:
         corpora.num_tokens += len(beginning)
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
-        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call: as many as have a
-        chance worth trying of being all right."""
+        """Up to `most` guesses of what follows `token_ids`, however unlikely."""
+        return [token_id for token_id, _ in self.guess(token_ids, most, 0.0)]
+
+    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
+        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, each with the
+        chance that it and all before it are right, which is at least `least_chance`."""
         self._catch_up(token_ids)
         end = token_ids[-_LONGEST:]
-        drafts: list[int] = []
+        drafts: list[tuple[int, float]] = []
+        self._guesses = []
         chance = 1.0
         while len(drafts) < most and len(end) >= _CONTEXT:
             likely, rest = self._corpus.likely(end)
@@ -207,9 +210,9 @@ class SuffixDrafter:
             kind = self._chances.bin_of(winner, mass)
             self._guesses.append((winner.token_id, kind))
             chance *= self._chances.of(kind)
-            if chance < self._corpora.least_chance:
+            if chance < least_chance:
                 break
-            drafts.append(winner.token_id)
+            drafts.append((winner.token_id, chance))
             end.append(winner.token_id)
         return drafts
 

@@ -61,12 +61,8 @@ def request(prompt: list[int], salt: str | None = None, temperature: float = 0.0
     return Request("a", "a", prompt, params, seed, 0, 100, cache_salt=salt)
 
 
-def memory(most_tokens: int = 10_000, least_chance: float = 0.0) -> Corpora:
-    return Corpora(most_tokens, least_chance)
-
-
 def suffix(prompt: list[int], corpora: Corpora | None = None, salt: str | None = None) -> SuffixDrafter:
-    return (corpora or memory()).drafter(request(prompt, salt))
+    return (corpora or Corpora(10_000)).drafter(request(prompt, salt))
 
 
 def test_suffixes_find_what_the_prompt_and_the_sample_say() -> None:
@@ -78,7 +74,7 @@ def test_suffixes_find_what_the_prompt_and_the_sample_say() -> None:
 
 
 def test_suffixes_find_siblings_that_run_and_earlier_samples() -> None:
-    corpora = memory()
+    corpora = Corpora(10_000)
     first, second = suffix([1, 2, 3], corpora), suffix([1, 2, 3], corpora)
     assert first.propose([1, 2, 3, 50, 51, 52, 53], 4) == []
     assert second.propose([1, 2, 3, 50], 3) == [51, 52, 53]
@@ -89,7 +85,7 @@ def test_suffixes_find_siblings_that_run_and_earlier_samples() -> None:
 
 
 def test_a_prompt_of_its_own_samples_says_more_than_all_others_and_these_more_than_nothing() -> None:
-    corpora = memory()
+    corpora = Corpora(10_000)
     for _ in range(3):
         suffix([1, 2], corpora).close([1, 2, 50, 51, 60])
     suffix([1, 3], corpora).close([1, 3, 50, 51, 70])
@@ -99,7 +95,7 @@ def test_a_prompt_of_its_own_samples_says_more_than_all_others_and_these_more_th
 
 
 def test_suffixes_that_agree_further_back_count_more_and_guesses_follow_the_majority() -> None:
-    corpora = memory()
+    corpora = Corpora(10_000)
     for tail in ([10, 11, 12, 13], [20, 11, 12, 14], [20, 11, 12, 14]):
         suffix([1, 2], corpora).close([1, 2, *tail])
     assert suffix([1, 2], corpora).propose([1, 2, 30, 11, 12], 1) == [14]  # two of three
@@ -107,21 +103,26 @@ def test_suffixes_that_agree_further_back_count_more_and_guesses_follow_the_majo
 
 
 def test_a_guess_that_is_hardly_ever_right_is_not_made() -> None:
-    corpora = memory(least_chance=0.3)
+    corpora = Corpora(10_000)
     for other in range(6):
         suffix([1, 2], corpora).close([1, 2, 30 + other, 8, 9, 50, 51, 60 + other])
-    assert suffix([1, 2], corpora).propose([1, 2, 90, 8, 9], 4) == [50, 51]
+    drafter = suffix([1, 2], corpora)
+    guesses = drafter.guess([1, 2, 90, 8, 9], 4, 0.3)
+    assert [token_id for token_id, _ in guesses] == [50, 51]
+    chances = [chance for _, chance in guesses]
+    assert 1.0 > chances[0] > chances[1] >= 0.3
+    assert drafter.propose([1, 2, 90, 8, 9], 4)[:2] == [50, 51] and len(drafter.propose([1, 2, 90, 8, 9], 4)) == 3
 
 
 def test_prompts_that_were_not_asked_lately_are_forgotten() -> None:
-    corpora = memory(120)
+    corpora = Corpora(120)
     for prompt in range(20):
         suffix([prompt, 1], corpora).close([prompt, 1, *range(10, 30)])
     assert corpora.num_tokens <= 120
     assert suffix([19, 1], corpora).propose([19, 1, 10], 2) == [11, 12]
     key = next(iter(corpora._corpora))
     assert all(prompt != array("q", [2, 1]).tobytes() for _, prompt in corpora._corpora) and key[0] is None
-    none = memory(0)
+    none = Corpora(0)
     running = suffix([1, 2], none)
     suffix([1, 2], none).close([1, 2, 3, 4, 5])
     assert running.propose([1, 2, 3], 1) == [4]  # as long as the prompt's samples run
@@ -130,7 +131,7 @@ def test_prompts_that_were_not_asked_lately_are_forgotten() -> None:
 
 
 def test_of_too_many_samples_of_a_prompt_the_oldest_go() -> None:
-    corpora = memory(10**6)
+    corpora = Corpora(10**6)
     for number in range(1000):
         suffix([1, 2], corpora).close([1, 2, *range(1000 + number, 1010 + number)])
     (corpus,) = corpora._corpora.values()
@@ -149,7 +150,7 @@ def test_of_too_many_samples_of_a_prompt_the_oldest_go() -> None:
 def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
     outputs: list[list[int]], most: int, capacity: int, temperature: float
 ) -> None:
-    corpora = memory(capacity)
+    corpora = Corpora(capacity)
     for output in outputs:
         drafter = corpora.drafter(request([0, 1], temperature=temperature))
         for count in range(len(output) + 1):
