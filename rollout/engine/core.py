@@ -123,7 +123,8 @@ class EngineCore:
         self._tensors = tuple(self.parameters().values())
         self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
         self._orphans: dict[str, int] = {}  # parameters that hold no policy, and torch's change counter of then
-        self._placement = Placement(self._worker.model)
+        drafter = self._worker.drafter
+        self._placement = Placement(self._worker.model, None if drafter is None else drafter.module)
 
     @property
     def policy_version(self) -> int:
@@ -506,13 +507,14 @@ class EngineCore:
         self._asleep -= {"weights"}
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._worker.parameters()
+        """The model's, and those of a drafter under "drafter."."""
+        return self._worker.parameters() | self._worker.drafter_parameters()
 
     def tied(self) -> Mapping[str, str]:
-        return self._worker.tied()
+        return self._worker.tied() | self._worker.drafter_tied()
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        return self._worker.buffers()
+        return self._worker.buffers() | self._worker.drafter_buffers()
 
     def copies(self) -> Mapping[str, torch.Tensor]:
         quantized = self._worker.quantized
