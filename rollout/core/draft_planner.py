@@ -71,6 +71,7 @@ class DraftPlanner:
         self._guesses: dict[str, list[int]] = {}  # by request id: what follows its known tokens
         self._in_flight: DraftPlan | None = None
         self._policy_version = 0
+        self.num_tokens = 0  # known tokens that the drafter has computed since start
         self._drafted: dict[str, _Drafted] = {}  # those that run and were drafted; longest ago comes first
         self.resize(config.num_draft_blocks)
 
@@ -106,6 +107,7 @@ class DraftPlanner:
             assert num_guesses <= sequence.num_drafts, f"{sequence.request_id}: more guesses than were asked for"
         self._in_flight = None
         for sequence in plan.sequences:
+            self.num_tokens += len(sequence.token_ids)
             drafted = self._drafted.get(sequence.request_id)
             if drafted is not None:
                 self._take_computed(drafted, sequence.start + len(sequence.token_ids))

@@ -184,6 +184,8 @@ def test_the_drafter_catches_up_once_and_then_computes_what_is_new():
         [("a/0", 16, 5, 4)],
     ]
     assert plans == [[("a/0", 10, 5)], [("a/0", 15, 5)], [("a/0", 20, 5)]]
+    stats = runner.scheduler.stats()
+    assert (stats.num_drafter_tokens, stats.num_draft_blocks, stats.num_free_draft_blocks) == (21, 64, 64 - 6)
     runner.run()
     assert_as_alone(runner, request)
 
