@@ -23,6 +23,8 @@ from rollout.request import Request, RequestStatus
 if TYPE_CHECKING:
     from rollout.core.planner import SchedulerConfig
 
+_MOST_TO_CATCH_UP = 16  # known tokens, for each that may still be drawn: more would cost more than guesses can bring
+
 
 @dataclass(slots=True, eq=False)
 class _Drafted:
@@ -223,6 +225,10 @@ class DraftPlanner:
                 break
             drafted = self._begin(request, computing)
             if drafted is None:
+                continue
+            num_left = request.num_prompt_tokens + request.max_tokens - request.num_tokens
+            if request.num_tokens - drafted.num_computed_tokens > _MOST_TO_CATCH_UP * num_left:
+                self._release(drafted)
                 continue
             num_slots = self._reserve(drafted, num_drafts, kept)
             if num_slots < request.num_tokens:

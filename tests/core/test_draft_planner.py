@@ -335,6 +335,20 @@ def test_nothing_is_guessed_that_could_not_be_used(max_tokens: int):
     assert_as_alone(runner, request)
 
 
+def test_a_long_prompt_is_not_caught_up_for_the_sake_of_a_few_tokens():
+    runner, drafter = make(replace(ROOM, num_blocks=256, num_draft_blocks=256))
+    planned: dict[str, int] = {}
+    for arrival, (name, max_tokens) in enumerate({"a": 3, "b": 4, "c": 3}.items()):
+        request = make_request(name, range(40), max_tokens=max_tokens, arrival=arrival)
+        runner.add(request)
+        runner.run()
+        assert_as_alone(runner, request)
+        assert held(runner) == 0
+        planned[name] = sum(len(sequence.token_ids) for plan in drafter.plans for sequence in plan.sequences)
+        drafter.plans.clear()
+    assert planned == {"a": 0, "b": 41, "c": 1}  # 41 tokens for 2, for 3; then all but one can be hit
+
+
 def test_guesses_share_the_token_budget():
     runner, drafter = make(SchedulerConfig(4, 5, 40, 4, 40, num_draft_blocks=40), most_drafts=16)
     for name in "ab":
