@@ -171,9 +171,13 @@ class DraftPlanner:
                 self._config.max_model_len - num_known - 1,
                 (num_blocks + max(0, foresight.num_free_blocks)) * size - num_known,
             )
-            num_drafts = min(most, speculation.length(request)) if most > 0 else 0
+            text = speculation.text(request)[:most] if most > 0 else []
+            num_drafts = len(text) or (min(most, speculation.length(request)) if most > 0 else 0)
             if num_drafts:
-                wanted.append((request, num_drafts))
+                if text:
+                    self._guesses[request.request_id] = (num_known, text)
+                else:
+                    wanted.append((request, num_drafts))
                 foresight.budget -= num_drafts
                 foresight.num_free_blocks -= kv.num_blocks_for(num_known + num_drafts) - num_blocks
         return wanted

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from rollout.models.loader import iterate_checkpoint
 from rollout.models.pretrained import resolve_model
+from rollout.speculation.checkpoint import resolve_drafter
 from rollout.speculation.config import DraftMethod, SpeculativeConfig
 from rollout.speculation.draft_model import DraftModel
-from rollout.speculation.eagle import EagleDrafter
-from rollout.speculation.medusa import MedusaDrafter
-from rollout.speculation.model_drafter import DRAFTER_PREFIX, DrafterHost, ModelDrafter
+from rollout.speculation.eagle import EagleDrafter, eagle_tensors
+from rollout.speculation.medusa import MedusaDrafter, medusa_tensors
+from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.weights.names import DRAFTER_PREFIX
 
 _MAKERS: dict[DraftMethod, Callable[[DrafterHost], ModelDrafter]] = {
     "draft_model": DraftModel,
@@ -34,6 +36,14 @@ def make_model_drafter(host: DrafterHost) -> ModelDrafter:
 
 def drafter_checkpoint(speculative: SpeculativeConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a drafter's checkpoint, under the names that policy updates have for them."""
-    assert speculative.model is not None
-    for name, tensor in iterate_checkpoint(resolve_model(speculative.model)):
+    for name, tensor in _own_tensors(speculative):
         yield f"{DRAFTER_PREFIX}{name}", tensor
+
+
+def _own_tensors(speculative: SpeculativeConfig) -> Iterable[tuple[str, torch.Tensor]]:
+    assert speculative.model is not None
+    if speculative.method == "medusa":
+        return medusa_tensors(resolve_drafter(speculative.model)).items()
+    if speculative.method == "eagle":
+        return eagle_tensors(resolve_drafter(speculative.model)).items()
+    return iterate_checkpoint(resolve_model(speculative.model))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import silu
+from transformers import PreTrainedModel
+
+from tests.support.oracle import load_reference
 
 
 def make_medusa(
@@ -118,10 +122,13 @@ def medusa_reference(
 def target_features(folder: Path, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of a model in `folder`, by transformers in float64: final hidden states [T, hidden], embeddings [T, hidden] of
     the tokens, and the output matrix [vocab, hidden]."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    model = _reference(folder)
     ids = torch.tensor([list(token_ids)])
     with torch.no_grad():
         hidden = model.model(ids, use_cache=False).last_hidden_state[0]
         return hidden, model.model.embed_tokens(ids)[0], model.lm_head.weight
+
+
+@cache
+def _reference(folder: Path) -> PreTrainedModel:
+    return load_reference(folder, torch.float64)
