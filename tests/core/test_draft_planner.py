@@ -14,6 +14,7 @@ from rollout.core.schedule import DraftPlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.core.speculation import Speculation
 from rollout.request import FinishReason, Request
+from tests.core.test_beam_groups import BeamWish, check_found
 from tests.core.test_scheduler_properties import (
     MAX_MODEL_LEN,
     VOCAB,
@@ -539,12 +540,19 @@ def test_a_reset_and_another_pool_forget_the_drafters_kv():
     assert_as_alone(runner, request)
 
 
-def test_beam_searches_and_requests_with_a_state_are_not_drafted():
-    runner, drafter = make()
-    family = make_family("forced", [1, 2], max_tokens=6, forced=[0, 1, 2, 3, 4, 0])
-    runner.add(family[0])
+def test_forced_tokens_and_beams_are_not_drafted():
+    runner, drafter = make(vocab=VOCAB)
+    search = BeamWish((0, 1, 2, 3, 0), 3, 6, 1.0, False, (), 0)
+    beams, plain = search.request("beams"), make_request("plain", [1, 2], max_tokens=12, arrival=1)
+    forced = make_family("forced", [1, 2], max_tokens=6, arrival=2, forced=[0, 1, 2, 3, 4, 0])[0]
+    for request in (beams, plain, forced):
+        runner.add(request)
     runner.run()
-    assert drafter.plans == [] and family[0].output_token_ids == [0, 1, 2, 3, 4, 0]
+    drafted = {sequence.request_id for plan in drafter.plans for sequence in plan.sequences}
+    assert drafted == {"plain/0"}
+    check_found(beams, search)
+    assert forced.output_token_ids == [0, 1, 2, 3, 4, 0]
+    assert_as_alone(runner, plain)
 
 
 def test_more_guesses_than_were_asked_for_are_an_error_of_the_drafter():
