@@ -23,6 +23,8 @@ from rollout.request import Request, RequestStatus
 if TYPE_CHECKING:
     from rollout.core.planner import SchedulerConfig
 
+_MOST_TO_CATCH_UP = 16  # known tokens, for each that may still be drawn: more would cost more than guesses can bring
+
 
 @dataclass(slots=True, eq=False)
 class _Drafted:
@@ -71,6 +73,7 @@ class DraftPlanner:
         self._guesses: dict[str, list[int]] = {}  # by request id: what follows its known tokens
         self._in_flight: DraftPlan | None = None
         self._policy_version = 0
+        self.num_tokens = 0  # known tokens that the drafter has computed since start
         self._drafted: dict[str, _Drafted] = {}  # those that run and were drafted; longest ago comes first
         self.resize(config.num_draft_blocks)
 
@@ -106,6 +109,7 @@ class DraftPlanner:
             assert num_guesses <= sequence.num_drafts, f"{sequence.request_id}: more guesses than were asked for"
         self._in_flight = None
         for sequence in plan.sequences:
+            self.num_tokens += len(sequence.token_ids)
             drafted = self._drafted.get(sequence.request_id)
             if drafted is not None:
                 self._take_computed(drafted, sequence.start + len(sequence.token_ids))
@@ -225,6 +229,10 @@ class DraftPlanner:
                 break
             drafted = self._begin(request, computing)
             if drafted is None:
+                continue
+            num_left = request.num_prompt_tokens + request.max_tokens - request.num_tokens
+            if request.num_tokens - drafted.num_computed_tokens > _MOST_TO_CATCH_UP * num_left:
+                self._release(drafted)
                 continue
             num_slots = self._reserve(drafted, num_drafts, kept)
             if num_slots < request.num_tokens:

@@ -14,6 +14,7 @@ from rollout.core.schedule import DraftPlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.core.speculation import Speculation
 from rollout.request import FinishReason, Request
+from tests.core.test_beam_groups import BeamWish, check_found
 from tests.core.test_scheduler_properties import (
     MAX_MODEL_LEN,
     VOCAB,
@@ -184,6 +185,8 @@ def test_the_drafter_catches_up_once_and_then_computes_what_is_new():
         [("a/0", 16, 5, 4)],
     ]
     assert plans == [[("a/0", 10, 5)], [("a/0", 15, 5)], [("a/0", 20, 5)]]
+    stats = runner.scheduler.stats()
+    assert (stats.num_drafter_tokens, stats.num_draft_blocks, stats.num_free_draft_blocks) == (21, 64, 64 - 6)
     runner.run()
     assert_as_alone(runner, request)
 
@@ -331,6 +334,20 @@ def test_nothing_is_guessed_that_could_not_be_used(max_tokens: int):
     asked = [sequence.num_drafts for plan in drafter.plans for sequence in plan.sequences]
     assert asked == ([max_tokens - 2] if max_tokens > 2 else [])  # one token before, one behind them
     assert_as_alone(runner, request)
+
+
+def test_a_long_prompt_is_not_caught_up_for_the_sake_of_a_few_tokens():
+    runner, drafter = make(replace(ROOM, num_blocks=256, num_draft_blocks=256))
+    planned: dict[str, int] = {}
+    for arrival, (name, max_tokens) in enumerate({"a": 3, "b": 4, "c": 3}.items()):
+        request = make_request(name, range(40), max_tokens=max_tokens, arrival=arrival)
+        runner.add(request)
+        runner.run()
+        assert_as_alone(runner, request)
+        assert held(runner) == 0
+        planned[name] = sum(len(sequence.token_ids) for plan in drafter.plans for sequence in plan.sequences)
+        drafter.plans.clear()
+    assert planned == {"a": 0, "b": 41, "c": 1}  # 41 tokens for 2, for 3; then all but one can be hit
 
 
 def test_guesses_share_the_token_budget():
@@ -523,12 +540,19 @@ def test_a_reset_and_another_pool_forget_the_drafters_kv():
     assert_as_alone(runner, request)
 
 
-def test_beam_searches_and_requests_with_a_state_are_not_drafted():
-    runner, drafter = make()
-    family = make_family("forced", [1, 2], max_tokens=6, forced=[0, 1, 2, 3, 4, 0])
-    runner.add(family[0])
+def test_forced_tokens_and_beams_are_not_drafted():
+    runner, drafter = make(vocab=VOCAB)
+    search = BeamWish((0, 1, 2, 3, 0), 3, 6, 1.0, False, (), 0)
+    beams, plain = search.request("beams"), make_request("plain", [1, 2], max_tokens=12, arrival=1)
+    forced = make_family("forced", [1, 2], max_tokens=6, arrival=2, forced=[0, 1, 2, 3, 4, 0])[0]
+    for request in (beams, plain, forced):
+        runner.add(request)
     runner.run()
-    assert drafter.plans == [] and family[0].output_token_ids == [0, 1, 2, 3, 4, 0]
+    drafted = {sequence.request_id for plan in drafter.plans for sequence in plan.sequences}
+    assert drafted == {"plain/0"}
+    check_found(beams, search)
+    assert forced.output_token_ids == [0, 1, 2, 3, 4, 0]
+    assert_as_alone(runner, plain)
 
 
 def test_more_guesses_than_were_asked_for_are_an_error_of_the_drafter():
