@@ -30,6 +30,7 @@ from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.speculation.features import FeatureCache, slots_per_block
 from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.speculation.rejection import RejectionSampler
 from rollout.speculation.with_weights import make_model_drafter
 from rollout.weights.names import DRAFTER_PREFIX
 from rollout.worker.decode_program import MOST_DECODE_ROWS
@@ -126,6 +127,11 @@ class Worker:
             adjuster=adjuster,
             grammars=lambda: self.grammars,
         )
+        speculative = config.speculative_config
+        if speculative is not None and speculative.verification == "rejection":
+            self.runner.rejection = RejectionSampler(
+                lambda: None if self.drafter is None else self.drafter.distributions
+            )
         self.pool: KVPoolSize = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()

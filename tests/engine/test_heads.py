@@ -1,5 +1,4 @@
-"""Medusa and EAGLE in a whole engine: outputs are those without them, and guesses those of the papers' formulas over the
-sequence itself, however its features came to be where they are."""
+"""Medusa and EAGLE in a whole engine: outputs are those without them, and guesses those of the papers' formulas."""
 
 from __future__ import annotations
 
