@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -500,6 +501,11 @@ class LLM:
         """
         with self._lock:
             return self._engine.shared_model()
+
+    def shared_drafter(self) -> nn.Module:
+        """The module of a drafter with weights, likewise; its parameters' names in updates begin with "drafter."."""
+        with self._lock:
+            return self._engine.shared_drafter()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block. False, with nothing changed, while requests are in flight."""

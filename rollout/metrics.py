@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TypeVar
 
-from rollout.core.schedule import SchedulerStats
+from rollout.core.schedule import SchedulePlan, SchedulerStats
+from rollout.request import FinishReason, Request
 
 
 @dataclass(slots=True)
@@ -21,6 +22,19 @@ class EngineCounters:
     peak_blocks_in_use: int = 0
     waste_numerator: int = 0  # sum over steps of KV slots allocated but unused
     waste_denominator: int = 0  # sum over steps of KV slots allocated
+
+    def stepped(
+        self, plan: SchedulePlan, updates: Sequence[tuple[Request, list[int]]], seconds: float, stats: SchedulerStats
+    ) -> None:
+        """Counts a step, and what it gave to which requests. `stats` are those after it."""
+        self.num_steps += 1
+        self.step_seconds += seconds
+        self.num_generated_tokens += sum(len(token_ids) for _, token_ids in updates)
+        self.num_computed_tokens += plan.num_scheduled_tokens
+        self.num_errors += sum(request.finish_reason is FinishReason.ERROR for request, _ in updates)
+        self.peak_blocks_in_use = max(self.peak_blocks_in_use, stats.num_blocks - stats.num_free_blocks)
+        self.waste_numerator += stats.num_slots_allocated - stats.num_slots_used
+        self.waste_denominator += stats.num_slots_allocated
 
 
 @dataclass(frozen=True, slots=True)
