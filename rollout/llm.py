@@ -38,6 +38,7 @@ from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_pro
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.session import Session
+from rollout.speculation.with_weights import drafter_checkpoint
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -455,9 +456,12 @@ class LLM:
         return self._engine.policy_update(version, in_flight, timeout, roll_back)
 
     def reload_weights(self, *, in_flight: InFlightMode = "abort") -> Receipt:
-        """A policy update from the checkpoint on disk, read anew."""
+        """A policy update from the checkpoint on disk, and from that of a drafter, read anew."""
+        speculative = self.config.speculative_config
         with self.policy_update(in_flight=in_flight) as update:
             update.load(iterate_checkpoint(self._folder))
+            if speculative is not None and speculative.has_weights:
+                update.load(drafter_checkpoint(speculative))
         return update.receipt
 
     def verify(self) -> Receipt:

@@ -31,6 +31,7 @@ class EngineSnapshot:
     counters: EngineCounters
     policy_version: int
     drafts: list[list[int]] = field(default_factory=list)  # drafted and accepted tokens, by place; none: no speculation
+    draft_seconds: tuple[float, float] = (0.0, 0.0)  # won and lost by steps with drafts
 
 
 _Counts = TypeVar("_Counts", SchedulerStats, EngineCounters)
@@ -50,7 +51,8 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
     allocated KV slots that held no token, over all steps.
 
     Where there is speculation, drafts are counted too: those computed, and those that were right, all together and at
-    each place among the drafts of a sequence's step, from 1 on.
+    each place among the drafts of a sequence's step, from 1 on. `speculation_seconds_won_total` and `_lost_total` add
+    up by how much steps with drafts were faster, or slower, than their tokens would have come without.
     """
     stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
     num_generated = counters.num_generated_tokens + stats.num_beam_tokens
@@ -72,15 +74,19 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         # Replicas step at the same time.
         "tokens_per_second": len(snapshots) * num_generated / max(counters.step_seconds, 1e-9),
         "policy_version": min(snapshot.policy_version for snapshot in snapshots),
-        **_draft_metrics([snapshot.drafts for snapshot in snapshots if snapshot.drafts]),
+        **_draft_metrics([snapshot for snapshot in snapshots if snapshot.drafts]),
     }
 
 
-def _draft_metrics(drafts: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
-    """Of (drafted, accepted) by place, of each engine that speculates."""
+def _draft_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
+    """Of engines that speculate."""
+    if not snapshots:
+        return {}
     metrics: dict[str, float] = {}
-    for name, columns in zip(("draft_tokens", "accepted_draft_tokens"), zip(*drafts, strict=True), strict=False):
+    drafts = [snapshot.drafts for snapshot in snapshots]
+    for name, columns in zip(("draft_tokens", "accepted_draft_tokens"), zip(*drafts, strict=True), strict=True):
         by_place = [sum(counts) for counts in zip(*columns, strict=True)]
         metrics[f"{name}_total"] = sum(by_place)
         metrics |= {f"{name}_total_at_{place}": count for place, count in enumerate(by_place, start=1)}
-    return metrics
+    won, lost = (sum(seconds) for seconds in zip(*(snapshot.draft_seconds for snapshot in snapshots), strict=True))
+    return metrics | {"speculation_seconds_won_total": won, "speculation_seconds_lost_total": lost}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -315,7 +316,9 @@ class Planner:
         step.drawers.append(request)
 
     @staticmethod
-    def _draw(request: Request, sequence_index: int, position: int, row: int) -> Draw:
+    def _draw(
+        request: Request, sequence_index: int, position: int, row: int, draft_token_ids: Sequence[int] = ()
+    ) -> Draw:
         params = request.params
         banned = request.banned_token_ids(position) if params.min_tokens else ()
         forced_token_id = -1
@@ -334,28 +337,35 @@ class Planner:
             row,
             forced_token_id,
             request.beam_options is not None,
+            draft_token_ids,
         )
 
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
         """Gives sequences that decode their drafts, from what all others have left of budget and blocks. A block for
         each request stays free, so that nobody is preempted in the next step because of a draft."""
         plan, drawers = step.plan, step.drawers
-        guesses: dict[str, tuple[int, list[int]]] = {}
+        guesses: dict[str, list[int]] = {}
         if self.draft_planner is not None:  # it has asked whether they are worth it
             guesses = self.draft_planner.take_guesses()
             if not guesses:
                 return
-        elif not any(map(speculation.can_draft, drawers)) or not speculation.is_worth_it(len(drawers)):
+        elif len(drawers) > speculation.most_sequences:
             return
+        else:
+            candidates = [
+                request
+                for draw, request in zip(plan.draws, drawers, strict=True)
+                if self._may_have_drafts(step, draw, request, speculation)
+            ]
+            if not speculation.is_worth_it(len(drawers), candidates):
+                return
         reserve = len(self.running) + step.num_forks
         plan.draws, step.drawers, draws = [], [], plan.draws
         for draw, request in zip(draws, drawers, strict=True):
             plan.draws.append(draw)
             step.drawers.append(request)
             sequence = plan.sequences[draw.sequence_index]
-            if request is not step.requests[draw.sequence_index] or len(sequence.token_ids) != 1 or request.siblings:
-                continue
-            if not speculation.can_draft(request):
+            if not self._may_have_drafts(step, draw, request, speculation):
                 continue
             num_known = request.num_tokens
             most = min(
@@ -368,8 +378,7 @@ class Planner:
             if self.draft_planner is None:
                 drafts = speculation.drafts(request, most)
             else:
-                num_known_then, drafts = guesses.get(request.request_id, (num_known, []))
-                drafts = drafts[:most] if num_known_then == num_known else []
+                drafts = speculation.allowed(request, guesses.get(request.request_id, [])[:most])
             num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
             drafts = drafts[: num_slots - num_known]
             if not drafts:
@@ -382,8 +391,15 @@ class Planner:
             )
             plan.draws[-1] = msgspec.structs.replace(draw, row=0)
             for row in range(1, len(drafts) + 1):
-                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row))
+                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row, drafts[:row]))
                 step.drawers.append(request)
+
+    @staticmethod
+    def _may_have_drafts(step: Step, draw: Draw, request: Request, speculation: Speculation) -> bool:
+        """Whether the draw is that of a sequence which decodes, and whose next tokens may be guessed."""
+        if request is not step.requests[draw.sequence_index] or request.siblings:
+            return False
+        return len(step.plan.sequences[draw.sequence_index].token_ids) == 1 and speculation.can_draft(request)
 
     def _plan_forks(self, step: Step, leader: Request) -> None:
         """Siblings draw their first token from the leader's last prompt row: as many as find a seat and a block."""

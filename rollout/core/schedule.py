@@ -34,6 +34,12 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
     forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
     is_beam: bool = False  # what counts is the most likely tokens of the raw distribution
+    draft_token_ids: Sequence[int] = ()  # guessed tokens: those before it that stand behind the known ones
+
+    @property
+    def num_known_tokens(self) -> int:
+        """How many of the tokens before it are the sample's own, and no guesses."""
+        return self.position - len(self.draft_token_ids)
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):

@@ -319,11 +319,18 @@ class Scheduler:
         outputs: list[tuple[Request, list[int]]],
     ) -> None:
         """Gives a request what it drew, from draw `first` on, up to the first token that is not the draft it has been
-        computed with: each as if it came from a step of its own. The KV of the other drafts is given up."""
+        computed with: each as if it came from a step of its own. The KV of the other drafts is given up.
+
+        A draw behind drafts that has failed is made again by the next step, which knows the tokens before it: that one
+        says whether the request fails, and why.
+        """
         new: list[int] = []
         num_accepted = 0
         for index, draft in enumerate([*drafts, NOT_A_TOKEN], start=first):
             token_id = columns.token_ids[index]
+            if token_id == NOT_A_TOKEN and new:
+                outputs.append((request, new))
+                break
             request.num_computed_tokens += 1
             if token_id == NOT_A_TOKEN:
                 self._retire_in_error(request, outputs, new, columns.failures.get(index))
@@ -332,6 +339,8 @@ class Scheduler:
             _take_arrays(request, columns, index)
             new.append(token_id)
             self._take_token(request, token_id)
+            if index in columns.completed:
+                self._retire(request, FinishReason.STOP, columns.completed[index])
             num_accepted += token_id == draft
             if request.is_finished or token_id != draft:
                 outputs.append((request, new))
@@ -420,6 +429,7 @@ class Scheduler:
         sibling.num_cached_tokens = leader.num_cached_tokens
         if sibling.scores_prompt:
             sibling.share_prompt_logprobs(leader)
+        sibling.policy_spans = list(leader.policy_spans)  # whose KV and forced tokens' values it takes over
         self._planner.start_running(sibling)
 
     def preempt_all(self) -> None:

@@ -43,6 +43,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
+from rollout.sampling.guide import GrammarGuide
 from rollout.sampling_params import SamplingParams
 from rollout.speculation.drafters import make_speculation
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
@@ -102,7 +103,7 @@ class EngineCore:
                 preemption_mode=config.preemption_mode,
                 num_draft_blocks=self._worker.num_draft_blocks,
             ),
-            make_speculation(config.speculative_config),
+            make_speculation(config.speculative_config, GrammarGuide(lambda: self._worker.grammars)),
         )
         memory = self._worker.adapters
         self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
@@ -123,7 +124,8 @@ class EngineCore:
         self._tensors = tuple(self.parameters().values())
         self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
         self._orphans: dict[str, int] = {}  # parameters that hold no policy, and torch's change counter of then
-        self._placement = Placement(self._worker.model)
+        drafter = self._worker.drafter
+        self._placement = Placement(self._worker.model, None if drafter is None else drafter.module)
 
     @property
     def policy_version(self) -> int:
@@ -340,7 +342,8 @@ class EngineCore:
         """What the engine counts now; one entry, where an engine of replicas has one for each."""
         speculation = self.scheduler.speculation
         drafts = [] if speculation is None else [speculation.num_drafted, speculation.num_accepted]
-        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts)]
+        won_and_lost = (0.0, 0.0) if speculation is None else speculation.seconds_won_and_lost
+        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts, won_and_lost)]
 
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -505,13 +508,14 @@ class EngineCore:
         self._asleep -= {"weights"}
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._worker.parameters()
+        """The model's, and those of a drafter under "drafter."."""
+        return self._worker.parameters() | self._worker.drafter_parameters()
 
     def tied(self) -> Mapping[str, str]:
-        return self._worker.tied()
+        return self._worker.tied() | self._worker.drafter_tied()
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        return self._worker.buffers()
+        return self._worker.buffers() | self._worker.drafter_buffers()
 
     def copies(self) -> Mapping[str, torch.Tensor]:
         quantized = self._worker.quantized

@@ -24,7 +24,8 @@ _USED_BY: dict[str, tuple[DraftMethod, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Speculative decoding, which changes speed and nothing else (`docs/speculation.md`).
+    """Speculative decoding, which changes speed and, with the default verification, nothing else
+    (`docs/speculation.md`).
 
     `method` says where the guesses come from. "ngram": what followed the last time that the sample's own tokens, prompt
     and output, ended as they do now, in the longest n-gram of `prompt_lookup_min` to `prompt_lookup_max` tokens.
@@ -38,8 +39,11 @@ class SpeculativeConfig:
     A step checks up to `num_speculative_tokens` of them a sequence, fewer where few were right lately, and none while
     more than `max_batch_for_speculation` sequences decode (ours): a full batch has no idle arithmetic to spend.
     With `only_if_faster` (ours) neither are there any in steps of as many sequences as have been slower a token for it
-    lately, by the clock. `verification="coupled"`: a guess is right where it is the token that would be drawn without
-    it.
+    lately, by the clock.
+
+    `verification="coupled"`: a guess is right where it is the token that would be drawn without it. "rejection": it is
+    taken with the chance that leaves the distribution of the output as it is (`rollout.speculation.rejection`); which
+    tokens come then depends on the guesses, except at temperature 0.
 
     Raises `ValueError` naming the field, the value and the valid range.
     """
@@ -62,9 +66,7 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             valid = ", ".join(map(repr, METHODS))
             raise ValueError(f"method={self.method!r} is not valid: it must be one of {valid}")
-        if self.verification == "rejection":
-            raise ValueError("verification='rejection' is not supported yet: leave it at 'coupled'")
-        if self.verification != "coupled":
+        if self.verification not in ("coupled", "rejection"):
             raise ValueError(f"verification={self.verification!r} is not valid: it must be 'coupled' or 'rejection'")
         _check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
         _check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)

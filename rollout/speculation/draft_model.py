@@ -24,7 +24,7 @@ from rollout.models.loader import build_model, load_weights, read_config
 from rollout.models.pretrained import resolve_model
 from rollout.models.tokenizer import find_tokenizer
 from rollout.speculation.checkpoint import take_memory
-from rollout.speculation.guesses import before_failure, draw_guesses
+from rollout.speculation.guesses import before_failure, draw_guesses, stacked
 from rollout.speculation.model_drafter import DrafterHost
 from rollout.worker.pool_layout import PoolLayout
 from rollout.worker.runner import Runner
@@ -37,11 +37,11 @@ class DraftModel:
 
     has_kv = True
     needs_features = False
-    distributions: dict[str, torch.Tensor] | None = None
 
     def __init__(self, host: DrafterHost) -> None:
         """Raises `ValueError` for a folder that holds no model that is supported, or one with another vocabulary."""
         assert host.speculative.model is not None
+        self.distributions: dict[str, torch.Tensor] | None = None
         self._host = host
         self._folder = resolve_model(host.speculative.model)
         self._model = build_model(read_config(self._folder), host.dtype)
@@ -119,14 +119,16 @@ class DraftModel:
         logits, rows = self._runner.last_logits(known, [most > 0 for _, _, most in some])
         guessing = [_Guessing(sequence, most) for sequence, _, most in some if most]
         guesses = {one.sequence.request_id: one.token_ids for one in guessing}
+        drawn_from = self._host.new_record()
         while guessing:
             sequences, ends = [one.sequence for one in guessing], [one.end for one in guessing]
-            drawn = draw_guesses(logits, sequences, ends, self._host.inputs, rows)
+            drawn = draw_guesses(logits, sequences, ends, self._host.inputs, rows, drawn_from)
             for one, token_id in zip(guessing, drawn, strict=True):
                 one.token_ids.append(token_id)
             guessing = [one for one in guessing if one.goes_on]
             if guessing:
                 logits, rows = self._runner.last_logits([one.last for one in guessing], [True] * len(guessing))
+        self.distributions = stacked(drawn_from)
         return {request_id: before_failure(token_ids) for request_id, token_ids in guesses.items()}
 
     def _within(self, sequence: DraftSequence) -> tuple[list[int], int]:

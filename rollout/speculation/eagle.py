@@ -38,7 +38,7 @@ from rollout.speculation.checkpoint import (
 )
 from rollout.speculation.config import MOST_DRAFTS
 from rollout.speculation.features import slots_per_block
-from rollout.speculation.guesses import before_failure, draw_guesses
+from rollout.speculation.guesses import before_failure, draw_guesses, stacked
 from rollout.speculation.model_drafter import DrafterHost
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 
@@ -252,10 +252,12 @@ class EagleDrafter:
         features = self._catch_up(plan.sequences)  # of the last known token of those that guess
         active = [sequence for sequence in plan.sequences if sequence.num_drafts]
         guesses: dict[str, list[int]] = {sequence.request_id: [] for sequence in active}
+        drawn_from = self._host.new_record()
         ahead = 0
         while active:
             ends = [sequence.start + len(sequence.token_ids) + ahead for sequence in active]
-            drawn = draw_guesses(self._host.model.compute_logits(features), active, ends, self._host.inputs)
+            logits = self._host.model.compute_logits(features)
+            drawn = draw_guesses(logits, active, ends, self._host.inputs, drawn_from=drawn_from)
             for sequence, token_id in zip(active, drawn, strict=True):
                 guesses[sequence.request_id].append(token_id)
             ahead += 1
@@ -268,6 +270,7 @@ class EagleDrafter:
                 break
             features = self._next(active, drawn, ends, features, goes_on)
             active = [active[index] for index in goes_on]
+        self.distributions = stacked(drawn_from)
         return {request_id: before_failure(token_ids) for request_id, token_ids in guesses.items()}
 
     def _catch_up(self, sequences: Sequence[DraftSequence]) -> torch.Tensor:

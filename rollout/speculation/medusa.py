@@ -29,7 +29,7 @@ from rollout.speculation.checkpoint import (
     resolve_drafter,
     take_memory,
 )
-from rollout.speculation.guesses import before_failure, draw_guesses
+from rollout.speculation.guesses import before_failure, draw_guesses, stacked
 from rollout.speculation.model_drafter import DrafterHost
 
 _PREFIX = "medusa_head."  # of the names in some checkpoints
@@ -187,7 +187,9 @@ class MedusaDrafter:
             (some,) = self._host.inputs.send([np.array(chosen)])
             hidden.append(self.heads.hidden(head, features[some]))
         guesses: dict[str, list[int]] = {sequence.request_id: [] for sequence in sequences}
-        drawn = draw_guesses(self._logits(hidden), rows, positions, self._host.inputs)
+        drawn_from = self._host.new_record()
+        drawn = draw_guesses(self._logits(hidden), rows, positions, self._host.inputs, drawn_from=drawn_from)
+        self.distributions = stacked(drawn_from)
         for sequence, token_id in zip(rows, drawn, strict=True):
             guesses[sequence.request_id].append(token_id)
         return {request_id: before_failure(token_ids) for request_id, token_ids in guesses.items()}

@@ -21,11 +21,10 @@ from rollout.models.causal_lm import CausalLM
 from rollout.platform.platform import Platform
 from rollout.speculation.config import SpeculativeConfig
 from rollout.speculation.features import FeatureCache
+from rollout.speculation.guesses import DrawnFrom
 from rollout.worker.inputs import StepInputs
 from rollout.worker.ledger import MemoryLedger
 from rollout_kernels import KVLayout
-
-DRAFTER_PREFIX = "drafter."  # before the names of a drafter's tensors in policy updates, receipts and errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,10 @@ class DrafterHost:
     kv_layout: KVLayout  # how the kernels lay out a KV pool
     runs_triton: bool
     features: Callable[[], FeatureCache]  # beside the engine's KV pool, once there is one; for `needs_features`
+
+    def new_record(self) -> DrawnFrom | None:
+        """Where a `propose` notes what its guesses are drawn from; None where nobody will ask."""
+        return {} if self.speculative.verification == "rejection" else None
 
 
 class ModelDrafter(Protocol):

@@ -13,7 +13,8 @@ from rollout.speculation.config import DraftMethod, SpeculativeConfig
 from rollout.speculation.draft_model import DraftModel
 from rollout.speculation.eagle import EagleDrafter, eagle_tensors
 from rollout.speculation.medusa import MedusaDrafter, medusa_tensors
-from rollout.speculation.model_drafter import DRAFTER_PREFIX, DrafterHost, ModelDrafter
+from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.weights.names import DRAFTER_PREFIX
 
 _MAKERS: dict[DraftMethod, Callable[[DrafterHost], ModelDrafter]] = {
     "draft_model": DraftModel,

@@ -19,6 +19,7 @@ from rollout.sampling.grammars import Grammars, PendingMasks
 from rollout.sampling.sampler import sample_rows
 from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
 from rollout.speculation.features import FeatureCache
+from rollout.speculation.rejection import RejectionSampler
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -44,6 +45,7 @@ class Runner:
     adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
     grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
     features: FeatureCache | None = None  # where set, final hidden states are kept: a drafter reads them
+    rejection: RejectionSampler | None = None  # None: a guess is right where it is what is drawn anyway
 
     @property
     def tiles_per_block(self) -> int:
@@ -77,7 +79,7 @@ class Runner:
         decode_rows = _rows_of_decode(plan)
         logits = None if decode_rows is None else self._replay(plan.sequences)
         if decode_rows is not None and logits is not None:
-            return self._sample(plan.draws, logits, decode_rows, masks)
+            return self._sample(plan, plan.draws, logits, decode_rows, masks)
         counts = np.array([len(sequence.token_ids) for sequence in plan.sequences])
         rows = _rows_from_end(plan, counts)
         if any(sequence.target_token_ids for sequence in plan.sequences):
@@ -191,19 +193,27 @@ class Runner:
             (some,) = self.inputs.send([used[first : first + most]])
             logits = self.model.compute_logits(hidden[some])  # float32 [R, vocab]
             start, end = np.searchsorted(rows, [first, first + most])
-            results.append(self._sample(draws[start:end], logits, (rows[start:end] - first).tolist(), masks))
+            results.append(self._sample(plan, draws[start:end], logits, (rows[start:end] - first).tolist(), masks))
         return results[0] if len(results) == 1 else _join_results(results)
 
     def _sample(
-        self, draws: Sequence[Draw], logits: torch.Tensor, rows: list[int], masks: PendingMasks | None
+        self,
+        plan: SchedulePlan,
+        draws: Sequence[Draw],
+        logits: torch.Tensor,
+        rows: list[int],
+        masks: PendingMasks | None,
     ) -> StepResult:
-        """One token for each draw, from row `rows[i]` of the logits."""
+        """One token for each of these draws of the plan, from row `rows[i]` of the logits."""
         adjustment = None
         if any(draw.state is not None for draw in draws):
             assert self.adjuster is not None, "draws have parameters that change logits"
             grammar_masks = None if masks is None else masks.rows_of(draws)
             adjustment = self.adjuster.adjust(logits, draws, rows, self.inputs, grammar_masks)
-        sampled = sample_rows(logits, draws, rows, self.inputs, adjustment)
+        if self.rejection is None:
+            sampled = sample_rows(logits, draws, rows, self.inputs, adjustment)
+        else:
+            sampled = self.rejection.sample(plan.sequences, draws, logits, rows, self.inputs, adjustment)
         token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )

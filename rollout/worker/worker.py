@@ -30,7 +30,9 @@ from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars
 from rollout.speculation.features import FeatureCache, slots_per_block
 from rollout.speculation.model_drafter import DrafterHost, ModelDrafter
+from rollout.speculation.rejection import RejectionSampler
 from rollout.speculation.with_weights import make_model_drafter
+from rollout.weights.names import DRAFTER_PREFIX
 from rollout.worker.decode_program import MOST_DECODE_ROWS
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs, StepInputs
@@ -125,6 +127,11 @@ class Worker:
             adjuster=adjuster,
             grammars=lambda: self.grammars,
         )
+        speculative = config.speculative_config
+        if speculative is not None and speculative.verification == "rejection":
+            self.runner.rejection = RejectionSampler(
+                lambda: None if self.drafter is None else self.drafter.distributions
+            )
         self.pool: KVPoolSize = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()
@@ -201,16 +208,27 @@ class Worker:
             with self._kernels():
                 self.quantized.remake()
 
-    def parameters(self) -> Mapping[str, torch.Tensor]:
+    def parameters(self) -> dict[str, torch.Tensor]:
         """The tensors that the kernels read, under the checkpoint's names."""
         return dict(self.model.named_parameters())
 
-    def tied(self) -> Mapping[str, str]:
+    def tied(self) -> dict[str, str]:
         return self.model.tied_names
 
-    def buffers(self) -> Mapping[str, torch.Tensor]:
+    def buffers(self) -> dict[str, torch.Tensor]:
         """What the forward pass reads besides the parameters; computed from the configuration."""
         return dict(self.model.named_buffers())
+
+    def drafter_parameters(self) -> dict[str, torch.Tensor]:
+        """A drafter's own tensors, "drafter." before the names that its checkpoint has for them."""
+        return {} if self.drafter is None else _prefixed(self.drafter.parameters())
+
+    def drafter_tied(self) -> dict[str, str]:
+        tied = {} if self.drafter is None else self.drafter.tied()
+        return {f"{DRAFTER_PREFIX}{name}": f"{DRAFTER_PREFIX}{target}" for name, target in tied.items()}
+
+    def drafter_buffers(self) -> dict[str, torch.Tensor]:
+        return {} if self.drafter is None else _prefixed(self.drafter.buffers())
 
     def execute(self, plan: SchedulePlan) -> StepResult:
         """Runs one step, on this engine's kernels."""
@@ -457,3 +475,7 @@ class Worker:
         )
         self.runner.decode_programs = programs
         self.ledger.register("workspace", workspace)
+
+
+def _prefixed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{DRAFTER_PREFIX}{name}": tensor for name, tensor in tensors.items()}

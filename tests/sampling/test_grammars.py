@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -280,6 +281,60 @@ def test_masks_of_one_sample_at_any_positions_in_any_order_are_those_of_a_fresh_
         for index, draw in draws.items():
             fresh = make_draw(structured, output[: draw.position - 2])
             assert ids_in(masks.rows[index]) == allowed(grammars, fresh)
+
+
+STEPS = st.lists(
+    st.tuples(st.lists(st.sampled_from([b"a", b"b", b"z", b"ea", b""]), max_size=5), st.integers(0, 5)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.sampled_from(["(a|b|ea)*", "(ab|ba|e?a){1,4}", "a{0,4}b?"]), st.booleans())
+def test_masks_behind_guesses_are_those_of_a_sample_that_has_them(
+    grammars: Grammars, pieces: dict[int, bytes], steps: list[tuple[list[bytes], int]], regex: str, has_eos: bool
+) -> None:
+    """Guesses that are drawn, guesses in whose place another token is drawn, and some that the grammar forbids."""
+    # case SD-02
+    ids = {piece: token_id for token_id, piece in pieces.items()} | {b"": EOS}
+    structured = StructuredOutputsParams(regex=regex)
+    sample = make_draw(structured, [], eos=(EOS,) if has_eos else ())
+    state = sample.state
+    assert state is not None
+    for number, (guessed, choice) in enumerate(steps):
+        drafts, known = [ids[piece] for piece in guessed], len(state.token_ids)
+        output = state.token_ids[2:]
+        draws = {
+            number + row: replace_draw(sample, known + row, drafts[:row])
+            for row in range(len(drafts) + 1)  # they stand behind other requests' draws
+        }
+        pending = grammars.begin([*[Draw("b", 0, SamplingParams(), 0, 1, 3)] * number, *draws.values()])
+        assert pending is not None and pending.draws == draws
+        masks = pending.future.result()
+        drawn: list[int] = []
+        for row in range(len(drafts) + 1):
+            fresh = make_draw(structured, [*output, *drafts[:row]], eos=(EOS,) if has_eos else ())
+            expected = grammars.masks({0: fresh})
+            assert ids_in(masks.rows[number + row]) == ids_in(expected.rows[0])
+            assert masks.failures.get(number + row) == expected.failures.get(0)
+            may_come = sorted(ids_in(expected.rows[0]))
+            is_right = row < len(drafts) and drafts[row] in may_come and choice != row
+            drawn.append(drafts[row] if is_right else may_come[choice % len(may_come)] if may_come else -1)
+        num_new = next((row + 1 for row, draft in enumerate([*drafts, -1]) if drawn[row] != draft), len(drafts) + 1)
+        found = grammars.completions(draws, np.array([7] * number + drawn))
+        assert all(index < number + num_new for index in found)
+        for row in range(num_new):
+            fresh = make_draw(structured, [*output, *drafts[:row]], eos=(EOS,) if has_eos else ())
+            expected = grammars.completions({0: fresh}, np.array(drawn[row : row + 1]))
+            assert found.get(number + row, "no") == expected.get(0, "no")
+        if found or -1 in drawn[:num_new]:
+            return
+        state.token_ids += drawn[:num_new]
+
+
+def replace_draw(draw: Draw, position: int, draft_token_ids: list[int]) -> Draw:
+    return msgspec.structs.replace(draw, position=position, draft_token_ids=draft_token_ids)
 
 
 def test_a_token_outside_the_grammar_leaves_its_sample_nothing_and_others_alone(

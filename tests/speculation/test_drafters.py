@@ -141,12 +141,12 @@ def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"method": "medusa"}, "method='medusa' is not supported yet"),
-        ({"method": "eagle"}, "method='eagle' is not supported yet"),
-        ({"method": "draft_model"}, "method='draft_model' is not supported yet"),
-        ({"method": "eagle3"}, "method='eagle3' is not supported yet: use one of 'ngram', 'suffix'"),
+        ({"method": "eagle3"}, "method='eagle3' is not supported yet: use one of 'ngram', 'suffix', 'draft_model'"),
+        ({"method": "draft_model"}, "model=None is not valid with method='draft_model'"),
+        ({"method": "medusa", "model": ""}, "model='' is not valid with method='medusa'"),
+        ({"method": "medusa", "model": "a", "draft_kv_cache_memory": 8}, "draft_kv_cache_memory=8 is not used"),
+        ({"method": "draft_model", "model": "a", "prompt_lookup_max": 4}, "prompt_lookup_max=4 is not used"),
         ({"method": "magic"}, "method='magic'"),
-        ({"method": "ngram", "verification": "rejection"}, "verification='rejection' is not supported yet"),
         ({"method": "ngram", "verification": "no"}, "verification='no'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "num_speculative_tokens=17"),

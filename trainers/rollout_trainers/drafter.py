@@ -23,7 +23,7 @@ import rollout_kernels
 from rollout.models.causal_lm import CausalLM
 from rollout.speculation.eagle import EagleModel
 from rollout.speculation.medusa import MedusaHeads
-from rollout.speculation.model_drafter import DRAFTER_PREFIX
+from rollout.weights.names import DRAFTER_PREFIX
 from rollout.worker.batch import ForwardBatch
 from rollout_trainers.config import OptimizerSection
 from rollout_trainers.optimizer import MasterAdamW
