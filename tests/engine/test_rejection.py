@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout import LLM, RequestOutput, SamplingParams
+from rollout import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from rollout.core.speculation import Drafter, Speculation
 from rollout.request import Request
 from rollout.speculation.ngram import NgramDrafter
@@ -86,15 +87,27 @@ def make(folder: Path, speculative: object, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def target(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the three tokens behind the first are drawn from, by transformers: float64 [V], [V, V] and [V, V, V]."""
+def logits(folder: Path) -> np.ndarray:
+    """What transformers says behind the prompt and the first token, before each of the next three: float32
+    [V, V, 3, V], where the first two axes are the first two of these."""
     model = load_reference(folder)
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     known = torch.tensor([[*PROMPT, FIRST]]).expand(len(pairs), -1)
     with torch.no_grad():
-        logits = model(torch.cat([known, pairs], 1)).logits[:, len(PROMPT) :].numpy()  # [V * V, 3, V]
-    rows = np.array([[distribution(row) for row in some] for some in logits]).reshape(VOCAB, VOCAB, 3, VOCAB)
-    return rows[0, 0, 0], rows[:, 0, 1], rows[:, :, 2]
+        logits = model(torch.cat([known, pairs], 1)).logits[:, len(PROMPT) :]
+    return logits.numpy().reshape(VOCAB, VOCAB, 3, VOCAB)
+
+
+def joint(logits: np.ndarray, penalty: float = 0.0) -> np.ndarray:
+    """The distribution of the three tokens, float64 [V, V, V]; `penalty` is subtracted from the logit of a token for
+    each time that it has come behind the prompt."""
+    joint = np.zeros((VOCAB, VOCAB, VOCAB))
+    once = np.eye(VOCAB) * penalty
+    for a, b in itertools.product(range(VOCAB), repeat=2):
+        counts = np.cumsum([once[FIRST], once[a], once[b]], axis=0)
+        first, second, third = (distribution(row) for row in (logits[a, b] - counts).astype(np.float32))
+        joint[a, b] = first[a] * second[b] * third
+    return joint
 
 
 def distribution(row: np.ndarray) -> np.ndarray:
@@ -124,16 +137,17 @@ class Steady(Speculation):
 
 
 class Adversary:
-    """Guesses the most likely token of those that the target's filter leaves out; further guesses are any tokens."""
+    """Guesses a token that the target's filter leaves out, behind each of the first tokens; then any token."""
 
-    def __init__(self, target: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-        self._target = target
+    def __init__(self, joint: np.ndarray) -> None:
+        self._joint = joint
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         known = tuple(token_ids[len(PROMPT) + 1 :])
         if len(known) > 2:
             return [0] * most
-        return [int((self._target[len(known)][known] == 0).argmax())] * most
+        following = self._joint[known].reshape(VOCAB, -1).sum(1)
+        return [int((following == 0).argmax())] * most
 
     def close(self, token_ids: list[int]) -> None:
         pass
@@ -147,20 +161,18 @@ MODELS |= {"eagle": ("eagle", "eagle")}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verification", "kind", "num_guesses"),
-    [("rejection", kind, 3) for kind in ("ngram", "adversary", *MODELS)]
+    [("rejection", kind, 3) for kind in ("ngram", "penalty", "adversary", *MODELS)]
     + [("rejection", kind, 1) for kind in ("ngram", "other")]
     + [("coupled", kind, 3) for kind in ("ngram", "other")],
 )
 def test_three_tokens_have_the_targets_joint_distribution(
-    folder: Path,
-    target: tuple[np.ndarray, np.ndarray, np.ndarray],
-    monkeypatch: pytest.MonkeyPatch,
-    verification: str,
-    kind: str,
-    num_guesses: int,
+    folder: Path, logits: np.ndarray, monkeypatch: pytest.MonkeyPatch, verification: str, kind: str, num_guesses: int
 ) -> None:
+    penalty = 0.5 if kind == "penalty" else 0.0
+    wanted = joint(logits, penalty)
+
     def drafter(request: Request) -> Drafter:
-        return NgramDrafter(1, 5) if kind == "ngram" else Adversary(target)
+        return Adversary(wanted) if kind == "adversary" else NgramDrafter(1, 5)
 
     speculation = Steady(None if kind in MODELS else drafter, num_guesses)
     monkeypatch.setattr("rollout.engine.core.make_speculation", lambda config: speculation)
@@ -170,10 +182,11 @@ def test_three_tokens_have_the_targets_joint_distribution(
         del config["prompt_lookup_min"]
     llm = make(folder, config)
     params = SamplingParams(n=NUM_RUNS, max_tokens=5, temperature=TEMPERATURE, top_p=TOP_P, forced_token_ids=[FIRST])
-    outputs = llm.generate(PROMPT, params)[0].outputs
+    outputs = llm.generate(PROMPT, replace(params, frequency_penalty=penalty))[0].outputs
     tokens = np.array([output.token_ids for output in outputs])[:, 1:4]
-    first, second, third = target
-    assert chi_square(tokens, first[:, None, None] * second[:, :, None] * third) > 1e-3
+    assert chi_square(tokens, wanted) > 1e-3
+    if penalty:
+        assert chi_square(tokens, joint(logits)) < 1e-3
     assert all(np.isfinite(output.sampled_logprobs[1:]).all() for output in outputs)
     num_drafts, num_accepted = sum(speculation.num_drafted), sum(speculation.num_accepted)
     assert num_drafts > NUM_RUNS
@@ -235,7 +248,19 @@ def test_greedy_outputs_are_those_without_speculation(plain: LLM, llm: LLM, fiel
 
 # case SD-03
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("fields", [{}, {"top_p": 0.4}, {"top_k": 2, "temperature": 1.0}, {"min_p": 0.4}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_p": 0.4},
+        {"top_k": 2, "temperature": 1.0},
+        {"min_p": 0.4},
+        {"frequency_penalty": 0.05},
+        {"logit_bias": {81: 0.1}, "bad_words": ["a"]},
+        {"allowed_token_ids": range(40, 90)},
+        {"structured_outputs": StructuredOutputsParams(regex="[ab]{60}")},
+    ],
+)
 def test_all_numbers_are_those_of_the_same_tokens_forced(writer: Path, mode: str, fields: dict[str, Any]) -> None:
     llm, plain = (
         make(writer, speculative, logprobs_mode=mode, max_num_batched_tokens=13) for speculative in (NGRAM, None)
