@@ -68,7 +68,7 @@ class DraftPlanner:
         self._running = running
         self._waiting = waiting
         self._speculation = speculation
-        self._guesses: dict[str, tuple[int, list[int]]] = {}  # request id -> how many tokens were known, guesses
+        self._guesses: dict[str, list[int]] = {}  # by request id: what follows its known tokens
         self._in_flight: DraftPlan | None = None
         self._policy_version = 0
         self._drafted: dict[str, _Drafted] = {}  # those that run and were drafted; longest ago comes first
@@ -101,16 +101,16 @@ class DraftPlanner:
         What belongs to requests that were aborted since `plan` is ignored.
         """
         assert self._in_flight is plan, "these guesses belong to another plan"
+        for sequence in plan.sequences:
+            num_guesses = len(guesses.get(sequence.request_id, ()))
+            assert num_guesses <= sequence.num_drafts, f"{sequence.request_id}: more guesses than were asked for"
         self._in_flight = None
         for sequence in plan.sequences:
-            num_known = sequence.start + len(sequence.token_ids)
             drafted = self._drafted.get(sequence.request_id)
             if drafted is not None:
-                self._take_computed(drafted, num_known)
-            found = guesses.get(sequence.request_id, ())
-            assert len(found) <= sequence.num_drafts, f"more guesses than asked for: {sequence.request_id}"
-            if found:
-                self._guesses[sequence.request_id] = (num_known, list(found))
+                self._take_computed(drafted, sequence.start + len(sequence.token_ids))
+            if guesses.get(sequence.request_id):
+                self._guesses[sequence.request_id] = list(guesses[sequence.request_id])
 
     def _take_computed(self, drafted: _Drafted, num_computed: int) -> None:
         """The last known token's block is not published yet: should its request not get a token in this step, that one
@@ -120,8 +120,8 @@ class DraftPlanner:
         drafted.num_computed_tokens = num_computed
         self.kv.trim(drafted)
 
-    def take_guesses(self) -> dict[str, tuple[int, list[int]]]:
-        """By request id: how many tokens were known, and the guesses behind them. They are given once."""
+    def take_guesses(self) -> dict[str, list[int]]:
+        """By request id: guesses of what follows its known tokens. They are given once, to the next step."""
         guesses, self._guesses = self._guesses, {}
         return guesses
 
@@ -167,9 +167,13 @@ class DraftPlanner:
                 self._config.max_model_len - num_known - 1,
                 (num_blocks + max(0, foresight.num_free_blocks)) * size - num_known,
             )
-            num_drafts = min(most, speculation.length(request)) if most > 0 else 0
+            text = speculation.text(request)[:most] if most > 0 else []
+            num_drafts = len(text) or (min(most, speculation.length(request)) if most > 0 else 0)
             if num_drafts:
-                wanted.append((request, num_drafts))
+                if text:
+                    self._guesses[request.request_id] = (num_known, text)
+                else:
+                    wanted.append((request, num_drafts))
                 foresight.budget -= num_drafts
                 foresight.num_free_blocks -= kv.num_blocks_for(num_known + num_drafts) - num_blocks
         return wanted

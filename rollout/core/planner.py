@@ -344,7 +344,7 @@ class Planner:
         """Gives sequences that decode their drafts, from what all others have left of budget and blocks. A block for
         each request stays free, so that nobody is preempted in the next step because of a draft."""
         plan, drawers = step.plan, step.drawers
-        guesses: dict[str, tuple[int, list[int]]] = {}
+        guesses: dict[str, list[int]] = {}
         if self.draft_planner is not None:  # it has asked whether they are worth it
             guesses = self.draft_planner.take_guesses()
             if not guesses:
@@ -378,8 +378,7 @@ class Planner:
             if self.draft_planner is None:
                 drafts = speculation.drafts(request, most)
             else:
-                num_known_then, drafts = guesses.get(request.request_id, (num_known, []))
-                drafts = drafts[:most] if num_known_then == num_known else []
+                drafts = speculation.allowed(request, guesses.get(request.request_id, [])[:most])
             num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
             drafts = drafts[: num_slots - num_known]
             if not drafts:

@@ -8,7 +8,7 @@ drawn up to the first draft that differs is what would have been drawn one step 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout.core.pace import Pace
@@ -16,6 +16,7 @@ from rollout.request import Request
 
 _LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not computed where nobody watches the clock
 _WEIGHT = 0.125  # of the last draft in the average of those that were right
+_FIRST_TEXT_RATE = 0.9  # how often a text that has to come is expected to come in its usual tokens, at first
 _PROBE_EVERY = 24  # steps after which a sequence whose drafts were wrong is tried again
 
 
@@ -31,6 +32,18 @@ class Drafter(Protocol):
         ...
 
 
+class Guide(Protocol):
+    """Knows what the grammars of requests (`structured_outputs`) allow, before anything is drawn."""
+
+    def next_tokens(self, request: Request) -> list[int]:
+        """Likely tokens of the text that has to come next, where there is only one; none where there are several."""
+        ...
+
+    def num_allowed(self, request: Request, draft_token_ids: list[int]) -> int:
+        """How many of the first guesses of a request's next tokens may come, none of them ending it."""
+        ...
+
+
 @dataclass(slots=True)
 class _Sample:
     """What is known of one request's drafts."""
@@ -39,6 +52,8 @@ class _Sample:
     rate: float  # of the drafts that were looked at, the share that was right; exponential average
     length: int = 0  # how many it should have in the step that comes
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
+    text: list[int] = field(default_factory=list)  # tokens that its grammar lets come in that step: its drafts, if any
+    text_rate: float = _FIRST_TEXT_RATE  # of these, the share that was right
 
 
 class Speculation:
@@ -52,15 +67,18 @@ class Speculation:
         rate: float = 0.7,
         *,
         watches_cost: bool = False,
+        guide: Guide | None = None,
     ) -> None:
         """`make_drafter` gives each request a drafter of its own; None where a drafter with weights guesses for all of
         them together, before the step (`rollout.core.draft_planner`).
 
         At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
         drafts that is expected at first, gives way to what is found. With `watches_cost` nothing is drafted in steps of
-        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then."""
+        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then.
+        With a `guide` no guess is computed that a grammar forbids, and the text that it prescribes is guessed."""
         self._make_drafter = make_drafter
         self.has_weights = make_drafter is None
+        self._guide = guide
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
         self._pace = Pace() if watches_cost else None
@@ -85,9 +103,10 @@ class Speculation:
         num_drafts, num_right = 0, 0.0
         for request in candidates:
             sample = self._sample(request)
-            sample.length = self._next_length(sample)
+            self._foresee(request, sample)
             num_drafts += sample.length
-            num_right += sum(sample.rate**place for place in range(1, sample.length + 1))
+            rate = sample.text_rate if sample.text else sample.rate
+            num_right += sum(rate**place for place in range(1, sample.length + 1))
         if self._pace is None:
             return num_drafts > 0
         return self._pace.allows(num_sequences, num_drafts, num_right)
@@ -104,16 +123,30 @@ class Speculation:
         return (0.0, 0.0) if self._pace is None else (self._pace.seconds_won, self._pace.seconds_lost)
 
     def drafts(self, request: Request, most: int) -> list[int]:
-        """At most `most` guesses of a request's next tokens, by its own drafter, in a step that `is_worth_it`."""
+        """At most `most` guesses of a request's next tokens, by its grammar or its own drafter, in a step that
+        `is_worth_it`."""
         sample = self._sample(request)
+        if sample.text:
+            return sample.text[:most]
         if not sample.length or sample.drafter is None:
             return []
-        return sample.drafter.propose(request.token_ids, min(most, sample.length))
+        return self.allowed(request, sample.drafter.propose(request.token_ids, min(most, sample.length)))
 
     def length(self, request: Request) -> int:
-        """How many guesses of a request's next tokens a drafter with weights should make in a step that
-        `is_worth_it`."""
-        return self._sample(request).length
+        """How many guesses of a request's next tokens a drafter with weights should make in a step that `is_worth_it`.
+        None where its grammar makes them: `text`."""
+        sample = self._sample(request)
+        return 0 if sample.text else sample.length
+
+    def text(self, request: Request) -> list[int]:
+        """The guesses that its grammar makes for a step that `is_worth_it`."""
+        return self._sample(request).text
+
+    def allowed(self, request: Request, draft_token_ids: list[int]) -> list[int]:
+        """The guesses up to the first that its grammar forbids: no row behind that one would be of use."""
+        if self._guide is None or request.params.structured_outputs is None or not draft_token_ids:
+            return draft_token_ids
+        return draft_token_ids[: self._guide.num_allowed(request, draft_token_ids)]
 
     def _sample(self, request: Request) -> _Sample:
         sample = self._samples.get(request.request_id)
@@ -124,12 +157,24 @@ class Speculation:
     def _new_drafter(self, request: Request) -> Drafter | None:
         return None if self._make_drafter is None else self._make_drafter(request)
 
-    def _next_length(self, sample: _Sample) -> int:
-        """How many drafts are worth their rows, if the chances of all are the same. Where none is, one is tried now
-        and then."""
-        length, chance = 0, sample.rate
+    def _foresee(self, request: Request, sample: _Sample) -> None:
+        """How many drafts it should have in the step that comes, and the text that it has to go on with."""
+        sample.text = []
+        if self._guide is not None and request.params.structured_outputs is not None:
+            length = self._length(sample.text_rate)
+            sample.text = self._guide.next_tokens(request)[:length] if length else []
+        sample.length = len(sample.text) or self._next_length(sample)
+
+    def _length(self, rate: float) -> int:
+        """How many drafts are worth their rows, if each is right so often."""
+        length, chance = 0, rate
         while length < self.most_drafts and chance >= self._least_chance:
-            length, chance = length + 1, chance * sample.rate
+            length, chance = length + 1, chance * rate
+        return length
+
+    def _next_length(self, sample: _Sample) -> int:
+        """How many of its drafter's guesses are worth their rows. Where none are, one is tried now and then."""
+        length = self._length(sample.rate)
         if length == 0:
             sample.num_skipped += 1
             length = int(sample.num_skipped % _PROBE_EVERY == 0)
@@ -145,6 +190,9 @@ class Speculation:
         if sample is None:  # it has ended with one of them, and nobody has looked at the others
             return
         for is_right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafted):
+            if sample.text:
+                sample.text_rate += _WEIGHT * (is_right - sample.text_rate)
+                continue
             sample.rate += _WEIGHT * (is_right - sample.rate)
             self._rate += _WEIGHT / 16 * (is_right - self._rate)
 

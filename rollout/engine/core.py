@@ -43,6 +43,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
+from rollout.sampling.guide import GrammarGuide
 from rollout.sampling_params import SamplingParams
 from rollout.speculation.drafters import make_speculation
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
@@ -102,7 +103,7 @@ class EngineCore:
                 preemption_mode=config.preemption_mode,
                 num_draft_blocks=self._worker.num_draft_blocks,
             ),
-            make_speculation(config.speculative_config),
+            make_speculation(config.speculative_config, GrammarGuide(lambda: self._worker.grammars)),
         )
         memory = self._worker.adapters
         self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
