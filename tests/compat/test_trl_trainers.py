@@ -15,6 +15,7 @@ import torch
 
 import rollout.compat
 from rollout.compat.vllm import LLM
+from rollout.errors import TiedTensorError, WeightsNotLoadedError
 from tests.support.tiny import make_tiny_llama
 from tests.support.trl import ENGINE, MAX_TOKENS, grpo_trainer, logged, online_dpo_trainer, rloo_trainer, spread
 
@@ -152,6 +153,15 @@ def test_online_dpo(folder: Path, tmp_path: Path, sleeps: bool):
     assert min(logged(trainer, "grad_norm")) > 0
 
 
+def test_online_dpo_that_samples_twice_a_push_finds_no_weights_after_sleep(folder: Path, tmp_path: Path):
+    options = {"vllm_enable_sleep_mode": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    trainer = online_dpo_trainer(
+        folder, tmp_path, lambda completions, **_: [1.0] * len(completions), use_vllm=True, **options
+    )
+    with pytest.raises(WeightsNotLoadedError, match="policy_update"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -210,6 +220,18 @@ def test_rollout_func_with_an_engine_of_its_own(folder: Path, tmp_path: Path):
         llm.sleep(level=2)
         trainer.train()
         assert watch.versions == [1, 2, 3, 4]
+
+
+def test_lora_on_a_tied_embedding_is_not_taken_for_another_policy(folder: Path, tmp_path: Path):
+    """Merged, embedding and head are two matrices, of which the engine's model has one."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False)
+    with rollout.LLM(folder, **ENGINE) as llm:
+        function = rollout.compat.make_rollout_func(llm)
+        trainer = grpo_trainer(folder, tmp_path, rollout_func=function, peft_config=config)
+        with pytest.raises(TiedTensorError, match="embed_tokens"):
+            trainer.train()
 
 
 def test_rollout_func_refuses_what_it_does_not_do(folder: Path, tmp_path: Path):
