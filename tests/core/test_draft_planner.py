@@ -74,7 +74,7 @@ def assert_as_alone(runner: FakeRunner, *requests: Request) -> None:
         assert request.output_token_ids == expected_output(request, runner.vocab, 64)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     configs(),
     st.lists(wishes(), min_size=1, max_size=6),
@@ -170,7 +170,7 @@ class InterruptedGuesses(Interruptions):
 
 TestInterruptedGuesses = InterruptedGuesses.TestCase
 TestInterruptedGuesses.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
