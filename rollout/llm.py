@@ -9,11 +9,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rollout.beam_search import BeamSearchOutput, BeamSearchParams, make_searches, search_output
-from rollout.config import EngineConfig, parse_bytes
+from rollout.byte_sizes import parse_bytes
+from rollout.config import EngineConfig
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
 from rollout.engine.collect import Group, prompt_logprobs_of
@@ -37,6 +39,7 @@ from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_pro
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.session import Session
+from rollout.speculation.with_weights import drafter_checkpoint
 from rollout.weights.receipt import Receipt
 from rollout.weights.target import InFlightMode
 from rollout.weights.transaction import PolicyUpdate
@@ -454,9 +457,12 @@ class LLM:
         return self._engine.policy_update(version, in_flight, timeout, roll_back)
 
     def reload_weights(self, *, in_flight: InFlightMode = "abort") -> Receipt:
-        """A policy update from the checkpoint on disk, read anew."""
+        """A policy update from the checkpoint on disk, and from that of a drafter, read anew."""
+        speculative = self.config.speculative_config
         with self.policy_update(in_flight=in_flight) as update:
             update.load(iterate_checkpoint(self._folder))
+            if speculative is not None and speculative.has_weights:
+                update.load(drafter_checkpoint(speculative))
         return update.receipt
 
     def verify(self) -> Receipt:
@@ -495,6 +501,11 @@ class LLM:
         """
         with self._lock:
             return self._engine.shared_model()
+
+    def shared_drafter(self) -> nn.Module:
+        """The module of a drafter with weights, likewise; its parameters' names in updates begin with "drafter."."""
+        with self._lock:
+            return self._engine.shared_drafter()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block. False, with nothing changed, while requests are in flight."""

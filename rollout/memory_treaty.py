@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollout.config import parse_bytes
+from rollout.byte_sizes import parse_bytes
 from rollout.errors import EngineAsleepError, MemoryBudgetError
 from rollout.memory_phases import MemoryPhases, PhaseMemory
 from rollout.platform.platform import platform_for
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from rollout.llm import LLM
 
 _GROWTH = 1.05  # a pool that could be larger by less stays as it is: decode steps need not be recorded anew
-_POOL = ("kv_cache",)
-_STEP = ("workspace", "graphs")  # counted with the step that needs them
-_WHOLE = ("weights", "quantized_weights", "adapters")  # hold all that they reserve while sampling, asleep now or not
+_POOL = ("kv_cache", "features")
+_STEP = ("workspace", "drafter_workspace", "graphs", "drafter_graphs")  # counted with the step that needs them
+# hold all that they reserve while sampling, asleep now or not
+_WHOLE = ("weights", "quantized_weights", "adapters", "drafter", "drafter_kv_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +134,9 @@ class MemoryTreaty:
         if training is not None:
             self._trainer_peak = max(self._trainer_peak, training.peak - training.engine)
         if sampling is not None and self._settled:
-            self._step = max(self._step, sampling.peak - self._settled - sampling.owners["kv_cache"])
+            self._step = max(self._step, sampling.peak - self._settled - _of(sampling, _POOL))
         trainer_peak = max(self._trainer_peak, trainer_rest)
-        engine_in_training = held_now if training is None else training.engine - _pool_and_step(training)
+        engine_in_training = held_now if training is None else training.engine - _of(training, _POOL + _STEP)
         free = self.budget - self.margin
         kv = free - engine_rest - trainer_rest - self._step
         held = _sleeps_not(training)
@@ -195,8 +196,8 @@ def _reserved(report: LedgerReport, owners: tuple[str, ...]) -> int:
     return sum(entry.reserved for entry in report.entries if entry.owner in owners and not entry.on_host)
 
 
-def _pool_and_step(phase: PhaseMemory) -> int:
-    return sum(phase.owners.get(owner, 0) for owner in _POOL + _STEP)
+def _of(phase: PhaseMemory, owners: tuple[str, ...]) -> int:
+    return sum(phase.owners.get(owner, 0) for owner in owners)
 
 
 def _check_step_can_run(llm: LLM) -> None:

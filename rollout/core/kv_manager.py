@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollout.core.blocks import Block, BlockPool
 from rollout.core.prefix_cache import chained_hash, root_hash
-from rollout.request import Request
+
+
+class KVHolder(Protocol):
+    """Whose KV is managed: a request, in the engine's pool; in a drafter's, what that has computed of it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def adapter_key(self) -> str | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -37,11 +52,11 @@ class KVManager:
         # (adapter, cache salt) -> root hash, under the current policy
         self._roots: dict[tuple[str | None, str | None], bytes] = {}
 
-    def block_ids(self, request: Request) -> list[int]:
+    def block_ids(self, request: KVHolder) -> list[int]:
         """The request's block table; the caller does not change it."""
         return self._requests[request.request_id].block_ids
 
-    def holds_blocks(self, request: Request) -> bool:
+    def holds_blocks(self, request: KVHolder) -> bool:
         """Whether the request has blocks, on the device or on the host."""
         entry = self._requests.get(request.request_id)
         return entry is not None and bool(entry.block_ids or entry.host_block_ids)
@@ -49,7 +64,7 @@ class KVManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+    def hashes(self, request: KVHolder, num_blocks: int) -> list[bytes]:
         """The hashes of the request's leading full blocks, at least `num_blocks` of them (they must be full)."""
         entry = self._entry(request)
         known = entry.hashes
@@ -61,7 +76,7 @@ class KVManager:
                 known.append(parent)
         return known
 
-    def hashes_filled(self, request: Request, start: int, end: int) -> list[bytes]:
+    def hashes_filled(self, request: KVHolder, start: int, end: int) -> list[bytes]:
         """The hashes of the blocks that become full, and then hittable, by computing tokens `start` to `end`."""
         first, last = start // self.block_size, end // self.block_size
         entry = self._entry(request)
@@ -69,30 +84,30 @@ class KVManager:
             return []
         return self.hashes(request, last)[first:last]
 
-    def cached_prefix(self, request: Request, limit: int) -> list[Block]:
+    def cached_prefix(self, request: KVHolder, limit: int) -> list[Block]:
         """The hittable blocks of the request's first `limit` full blocks, up to the first that is missing."""
         if not self.enable_prefix_caching or limit == 0 or not len(self.pool.index) or self.holds_older_kv(request):
             return []
         return self.pool.index.longest_prefix(self.hashes(request, limit), limit)
 
-    def fits(self, request: Request, hits: list[Block], reserve: int) -> bool:
+    def fits(self, request: KVHolder, hits: list[Block], reserve: int) -> bool:
         """Whether all known tokens of a request without device blocks fit beside `reserve` blocks left free."""
         num_new = self.num_blocks_for(len(request.token_ids)) - len(hits)
         num_free_hits = sum(block.ref_count == 0 for block in hits)
         return self.pool.num_free - num_free_hits - num_new >= reserve
 
-    def fits_beside(self, request: Request, num_shared: int, reserve: int) -> bool:
+    def fits_beside(self, request: KVHolder, num_shared: int, reserve: int) -> bool:
         """The same, where the KV of its first `num_shared` tokens is shared and a partial block of them is copied."""
         num_new = self.num_blocks_for(len(request.token_ids)) - num_shared // self.block_size
         return self.pool.num_free - num_new >= reserve
 
-    def admit(self, request: Request, hits: list[Block]) -> None:
+    def admit(self, request: KVHolder, hits: list[Block]) -> None:
         """Starts the request's block table with the prefix that was found."""
         entry = self._entry(request)
         assert not [*entry.block_ids, *entry.host_block_ids], f"{request.request_id} holds blocks already"
         self._take_hits(entry, hits)
 
-    def allocate(self, request: Request, num_new_tokens: int, copies: list[tuple[int, int]]) -> bool:
+    def allocate(self, request: KVHolder, num_new_tokens: int, copies: list[tuple[int, int]]) -> bool:
         """Slots for the next `num_new_tokens` tokens; False, with nothing changed, where blocks are short.
 
         A partial block that others hold, or that is hittable (a fork may begin within a block that its parent has
@@ -123,7 +138,7 @@ class KVManager:
             table.append(pool.take().block_id)
         return True
 
-    def extend(self, request: Request, num_tokens: int, reserve: int) -> int:
+    def extend(self, request: KVHolder, num_tokens: int, reserve: int) -> int:
         """Slots for up to `num_tokens` leading tokens, of which `allocate` has given some in this step already: takes
         blocks as long as `reserve` others stay free. Returns for how many tokens there are slots now."""
         table = self._requests[request.request_id].block_ids
@@ -132,13 +147,13 @@ class KVManager:
             table.append(self.pool.take().block_id)
         return min(num_tokens, len(table) * self.block_size)
 
-    def trim(self, request: Request) -> None:
+    def trim(self, request: KVHolder) -> None:
         """Gives back blocks behind the computed tokens: what was written there is worth nothing."""
         table = self._requests[request.request_id].block_ids
         while len(table) > self.num_blocks_for(request.num_computed_tokens):
             self.pool.release(self.pool.blocks[table.pop()])
 
-    def fork(self, parent: Request, child: Request, num_tokens: int | None = None) -> None:
+    def fork(self, parent: KVHolder, child: KVHolder, num_tokens: int | None = None) -> None:
         """Gives `child`, which holds nothing, a share of the blocks of `parent`, the partial one included.
 
         Of all of them, or of those of the first `num_tokens` tokens, which both requests begin with: then the last
@@ -157,12 +172,12 @@ class KVManager:
             is_mixed=source.is_mixed,
         )
 
-    def may_be_forked(self, parent: Request) -> bool:
+    def may_be_forked(self, parent: KVHolder) -> bool:
         """Whether others may go on from the KV that `parent` holds: it is on the device, and of one policy alone."""
         entry = self._requests.get(parent.request_id)
         return entry is not None and bool(entry.block_ids) and entry.may_publish and not entry.is_mixed
 
-    def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
+    def swap_out(self, request: KVHolder) -> list[tuple[int, int]] | None:
         """Moves the request to host blocks: (device, host) pairs to copy; None where host blocks are short."""
         entry = self._requests[request.request_id]
         if len(entry.block_ids) > self.host_pool.num_free:
@@ -172,7 +187,7 @@ class KVManager:
         self._release_device(entry)
         return pairs
 
-    def swap_in(self, request: Request, hits: list[Block]) -> list[tuple[int, int]]:
+    def swap_in(self, request: KVHolder, hits: list[Block]) -> list[tuple[int, int]]:
         """Moves the request back: (host, device) pairs to copy, none for `hits`, its blocks that are still here."""
         entry = self._requests[request.request_id]
         host_ids = entry.host_block_ids
@@ -189,7 +204,7 @@ class KVManager:
                 self.pool.release(self.pool.blocks[block_id])
             self._copy_holds.clear()
 
-    def publish(self, request: Request) -> None:
+    def publish(self, request: KVHolder) -> None:
         """Makes the full blocks of computed tokens hittable.
 
         Where another request has published the same content, its block replaces this one: so whoever holds a hittable
@@ -211,14 +226,14 @@ class KVManager:
                 entry.block_ids[position] = published.block_id
         entry.num_published = num_full
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw(self, request: KVHolder) -> None:
         """The request's KV is not to be trusted: none of its blocks stays hittable, and none becomes so."""
         entry = self._requests[request.request_id]
         entry.may_publish = False
         for block_id in entry.block_ids:
             self.pool.withdraw(self.pool.blocks[block_id])
 
-    def release(self, request: Request) -> None:
+    def release(self, request: KVHolder) -> None:
         """Gives back the request's blocks, on device and host; its hashes stay, for when it comes back."""
         entry = self._requests.get(request.request_id)
         if entry is not None:
@@ -226,7 +241,7 @@ class KVManager:
             self._release_host(entry)
             entry.is_mixed = False
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: KVHolder) -> None:
         """Gives back the request's blocks and forgets it; no-op where it is not known."""
         self.release(request)
         self._requests.pop(request.request_id, None)
@@ -251,12 +266,12 @@ class KVManager:
             entry.hashes.clear()
             entry.is_mixed = bool(entry.block_ids or entry.host_block_ids)
 
-    def holds_older_kv(self, request: Request) -> bool:
+    def holds_older_kv(self, request: KVHolder) -> bool:
         """Whether the request holds KV that was computed before a policy update, or from such KV."""
         entry = self._requests.get(request.request_id)
         return entry is not None and entry.is_mixed
 
-    def slots(self, requests: Iterable[Request]) -> tuple[int, int]:
+    def slots(self, requests: Iterable[KVHolder]) -> tuple[int, int]:
         """KV slots of the blocks that `requests` (all that hold any) use, and how many hold a token's KV.
 
         A shared block counts once. Only blocks behind a request's last full one have unused slots.
@@ -289,13 +304,13 @@ class KVManager:
         self.host_pool.check_integrity(held_on_host)
         assert all(count == 1 for count in held_on_host.values()), "a host block is shared"
 
-    def _entry(self, request: Request) -> RequestBlocks:
+    def _entry(self, request: KVHolder) -> RequestBlocks:
         entry = self._requests.get(request.request_id)
         if entry is None:
             entry = self._requests[request.request_id] = RequestBlocks()
         return entry
 
-    def _root(self, request: Request) -> bytes:
+    def _root(self, request: KVHolder) -> bytes:
         extras = (request.adapter_key, request.cache_salt)
         root = self._roots.get(extras)
         if root is None:

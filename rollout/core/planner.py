@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from rollout.core.blocks import Block
+from rollout.core.draft_planner import DraftPlanner
 from rollout.core.kv_manager import KVManager
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan
@@ -19,7 +21,8 @@ _RUNNING = RequestStatus.RUNNING
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a scheduler. `num_host_blocks` hold the KV of preempted requests under `preemption_mode="swap"`."""
+    """Limits of a scheduler. `num_host_blocks` hold the KV of preempted requests under `preemption_mode="swap"`;
+    `num_draft_blocks` that of a drafter with weights, 0 where it has none."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,14 +33,17 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
+    num_draft_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
             value: int = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value} is not valid: it must be at least 1")
-        if self.num_host_blocks < 0:
-            raise ValueError(f"num_host_blocks={self.num_host_blocks} is not valid: it must be at least 0")
+        for name in ("num_host_blocks", "num_draft_blocks"):
+            value: int = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"{name}={value} is not valid: it must be at least 0")
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy={self.policy!r} is not valid: it must be 'fcfs' or 'priority'")
         if self.preemption_mode not in ("recompute", "swap"):
@@ -68,10 +74,12 @@ class Planner:
         running: RequestQueue,
         waiting: RequestQueue,
         speculation: Speculation | None = None,
+        draft_planner: DraftPlanner | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
         self.speculation = speculation  # None: nothing is guessed
+        self.draft_planner = draft_planner  # None: guesses, if any, come from drafters without weights
         self.running = running
         self.waiting = waiting
         self.parked = RequestQueue()  # beams that have drawn and hold KV, until their search goes on
@@ -120,6 +128,8 @@ class Planner:
     def _preempt(self, request: Request, plan: SchedulePlan) -> None:
         """Takes the blocks of a request that is no longer in the running queue and lets it wait."""
         self.count_preemption(request)
+        if self.draft_planner is not None:
+            self.draft_planner.forget(request)
         pairs = self.kv.swap_out(request) if self.config.preemption_mode == "swap" else None
         if pairs is not None:
             plan.swap_out.extend(pairs)
@@ -306,7 +316,9 @@ class Planner:
         step.drawers.append(request)
 
     @staticmethod
-    def _draw(request: Request, sequence_index: int, position: int, row: int) -> Draw:
+    def _draw(
+        request: Request, sequence_index: int, position: int, row: int, draft_token_ids: Sequence[int] = ()
+    ) -> Draw:
         params = request.params
         banned = request.banned_token_ids(position) if params.min_tokens else ()
         forced_token_id = -1
@@ -325,23 +337,35 @@ class Planner:
             row,
             forced_token_id,
             request.beam_options is not None,
+            draft_token_ids,
         )
 
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
         """Gives sequences that decode their drafts, from what all others have left of budget and blocks. A block for
         each request stays free, so that nobody is preempted in the next step because of a draft."""
         plan, drawers = step.plan, step.drawers
-        if not any(map(speculation.can_draft, drawers)) or not speculation.is_worth_it(len(drawers)):
+        guesses: dict[str, list[int]] = {}
+        if self.draft_planner is not None:  # it has asked whether they are worth it
+            guesses = self.draft_planner.take_guesses()
+            if not guesses:
+                return
+        elif len(drawers) > speculation.most_sequences:
             return
+        else:
+            candidates = [
+                request
+                for draw, request in zip(plan.draws, drawers, strict=True)
+                if self._may_have_drafts(step, draw, request, speculation)
+            ]
+            if not speculation.is_worth_it(len(drawers), candidates):
+                return
         reserve = len(self.running) + step.num_forks
         plan.draws, step.drawers, draws = [], [], plan.draws
         for draw, request in zip(draws, drawers, strict=True):
             plan.draws.append(draw)
             step.drawers.append(request)
             sequence = plan.sequences[draw.sequence_index]
-            if request is not step.requests[draw.sequence_index] or len(sequence.token_ids) != 1 or request.siblings:
-                continue
-            if not speculation.can_draft(request):
+            if not self._may_have_drafts(step, draw, request, speculation):
                 continue
             num_known = request.num_tokens
             most = min(
@@ -349,7 +373,12 @@ class Planner:
                 request.num_prompt_tokens + request.max_tokens - num_known - 1,
                 self.config.max_model_len - num_known - 1,
             )
-            drafts = speculation.drafts(request, most) if most > 0 else []
+            if most <= 0:
+                continue
+            if self.draft_planner is None:
+                drafts = speculation.drafts(request, most)
+            else:
+                drafts = speculation.allowed(request, guesses.get(request.request_id, [])[:most])
             num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
             drafts = drafts[: num_slots - num_known]
             if not drafts:
@@ -362,8 +391,15 @@ class Planner:
             )
             plan.draws[-1] = msgspec.structs.replace(draw, row=0)
             for row in range(1, len(drafts) + 1):
-                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row))
+                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row, drafts[:row]))
                 step.drawers.append(request)
+
+    @staticmethod
+    def _may_have_drafts(step: Step, draw: Draw, request: Request, speculation: Speculation) -> bool:
+        """Whether the draw is that of a sequence which decodes, and whose next tokens may be guessed."""
+        if request is not step.requests[draw.sequence_index] or request.siblings:
+            return False
+        return len(step.plan.sequences[draw.sequence_index].token_ids) == 1 and speculation.can_draft(request)
 
     def _plan_forks(self, step: Step, leader: Request) -> None:
         """Siblings draw their first token from the leader's last prompt row: as many as find a seat and a block."""

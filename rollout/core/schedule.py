@@ -34,6 +34,12 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     row: int = -1  # which of the sequence's scheduled tokens it follows; -1 for the last
     forced_token_id: int = -1  # where not -1 this token is taken, and reported on as if it had been drawn
     is_beam: bool = False  # what counts is the most likely tokens of the raw distribution
+    draft_token_ids: Sequence[int] = ()  # guessed tokens: those before it that stand behind the known ones
+
+    @property
+    def num_known_tokens(self) -> int:
+        """How many of the tokens before it are the sample's own, and no guesses."""
+        return self.position - len(self.draft_token_ids)
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
@@ -68,7 +74,8 @@ class SchedulePlan:
 
 class DraftSequence(msgspec.Struct, frozen=True, gc=False):
     """What a drafter with weights computes for one request before a step: the known tokens that it has not seen yet,
-    `request.token_ids[start : start + len(token_ids)]`, and then its own guesses."""
+    `request.token_ids[start : start + len(token_ids)]`, and then its own guesses. Of a drafter without KV the last
+    known token alone."""
 
     request_id: str
     start: int  # position of the first token whose KV the drafter lacks
@@ -83,10 +90,9 @@ class DraftSequence(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class DraftPlan:
-    """What a drafter with weights does before a step, in this order: copy blocks of its own pool, compute, guess."""
+    """What a drafter with weights does before a step. No block of its own pool is ever copied: full ones are shared."""
 
     sequences: list[DraftSequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
 
 
 @dataclass(slots=True)
@@ -171,3 +177,6 @@ class SchedulerStats:
     num_slots_allocated: int = 0  # KV slots of blocks in use now, each block counted once
     num_slots_used: int = 0  # of these, slots that hold a token's KV
     num_beam_tokens: int = 0  # sampled by beam searches since start: one a beam and step
+    num_draft_blocks: int = 0  # of a drafter's own pool
+    num_free_draft_blocks: int = 0
+    num_drafter_tokens: int = 0  # known tokens that a drafter with weights has computed since start, its guesses aside

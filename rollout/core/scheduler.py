@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import numpy as np
 
 from rollout.core.beam_groups import BeamGroups
+from rollout.core.draft_planner import DraftPlanner
 from rollout.core.kv_manager import KVManager
 from rollout.core.planner import Planner, SchedulerConfig, Step
 from rollout.core.request_queue import RequestQueue
-from rollout.core.schedule import SchedulePlan, SchedulerStats, StepResult
+from rollout.core.schedule import DraftPlan, SchedulePlan, SchedulerStats, StepResult
 from rollout.core.speculation import Speculation
 from rollout.core.stop import NOT_A_TOKEN, REPETITION_DETECTED, check_stop, ends_in_repetition
 from rollout.request import FinishReason, Request, RequestStatus
@@ -85,7 +86,10 @@ class Scheduler:
         self._groups: dict[str, dict[str, Request]] = {}  # group id -> its unfinished requests
         self._running = RequestQueue()
         self._waiting = RequestQueue()  # without the siblings that still wait for their leader's prompt
-        self._planner = Planner(config, self.kv, self._running, self._waiting, speculation)
+        self.draft_planner: DraftPlanner | None = None
+        if speculation is not None and speculation.has_weights:
+            self.draft_planner = DraftPlanner(config, self._running, self._waiting, speculation)
+        self._planner = Planner(config, self.kv, self._running, self._waiting, speculation, self.draft_planner)
         self._beams = BeamGroups(self._planner)
         self._in_flight: Step | None = None
         self._num_added = 0
@@ -187,6 +191,8 @@ class Scheduler:
             return
         request.status = RequestStatus.FINISHED
         self.kv.forget(request)
+        if self.draft_planner is not None:
+            self.draft_planner.forget(request)
         if self.speculation is not None:
             self.speculation.ended(request)
         self._pass_on_siblings(request)
@@ -209,6 +215,20 @@ class Scheduler:
             if heir.scores_prompt and leader.finish_reason is not FinishReason.ERROR:
                 heir.share_prompt_logprobs(leader)
             self._waiting.add(heir)
+
+    def plan_drafts(self) -> DraftPlan | None:
+        """What a drafter with weights computes before the next step; None where nothing is to be guessed.
+
+        Its guesses go to `take_drafts`, and become drafts of the plan that `schedule` makes next. What other drafters
+        guess, `schedule` asks for itself.
+        """
+        assert self._in_flight is None, "the last plan's result has not been taken"
+        return None if self.draft_planner is None else self.draft_planner.plan(self.kv)
+
+    def take_drafts(self, plan: DraftPlan, guesses: Mapping[str, Sequence[int]]) -> None:
+        """The drafter has done what the plan says. `guesses`: by request id, as many as the plan asks for, or fewer."""
+        assert self.draft_planner is not None, "there is no drafter with weights"
+        self.draft_planner.take(plan, guesses)
 
     def schedule(self) -> SchedulePlan:
         """The plan of the next step; empty only where nothing is unfinished.
@@ -299,11 +319,18 @@ class Scheduler:
         outputs: list[tuple[Request, list[int]]],
     ) -> None:
         """Gives a request what it drew, from draw `first` on, up to the first token that is not the draft it has been
-        computed with: each as if it came from a step of its own. The KV of the other drafts is given up."""
+        computed with: each as if it came from a step of its own. The KV of the other drafts is given up.
+
+        A draw behind drafts that has failed is made again by the next step, which knows the tokens before it: that one
+        says whether the request fails, and why.
+        """
         new: list[int] = []
         num_accepted = 0
         for index, draft in enumerate([*drafts, NOT_A_TOKEN], start=first):
             token_id = columns.token_ids[index]
+            if token_id == NOT_A_TOKEN and new:
+                outputs.append((request, new))
+                break
             request.num_computed_tokens += 1
             if token_id == NOT_A_TOKEN:
                 self._retire_in_error(request, outputs, new, columns.failures.get(index))
@@ -312,6 +339,8 @@ class Scheduler:
             _take_arrays(request, columns, index)
             new.append(token_id)
             self._take_token(request, token_id)
+            if index in columns.completed:
+                self._retire(request, FinishReason.STOP, columns.completed[index])
             num_accepted += token_id == draft
             if request.is_finished or token_id != draft:
                 outputs.append((request, new))
@@ -400,6 +429,7 @@ class Scheduler:
         sibling.num_cached_tokens = leader.num_cached_tokens
         if sibling.scores_prompt:
             sibling.share_prompt_logprobs(leader)
+        sibling.policy_spans = list(leader.policy_spans)  # whose KV and forced tokens' values it takes over
         self._planner.start_running(sibling)
 
     def preempt_all(self) -> None:
@@ -413,6 +443,8 @@ class Scheduler:
         self._preempt_all_but(frozenset())
 
     def _preempt_all_but(self, kept: AbstractSet[str]) -> None:
+        if self.draft_planner is not None:
+            self.draft_planner.forget_all()
         pending: set[str] = set()
         for request in self._requests.values():
             request.siblings = [sibling for sibling in request.siblings if sibling.status is RequestStatus.WAITING]
@@ -439,19 +471,26 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Makes no block hittable; False, with nothing changed, where a block is in use."""
-        return self.kv.reset_prefix_cache()
+        is_done = self.kv.reset_prefix_cache()
+        if is_done and self.draft_planner is not None:
+            self.draft_planner.reset_prefix_cache()
+        return is_done
 
-    def set_num_blocks(self, num_blocks: int) -> None:
-        """Another device pool of this many blocks, all free and none hittable. Raises `RuntimeError` where requests are
-        unfinished."""
+    def set_num_blocks(self, num_blocks: int, num_draft_blocks: int | None = None) -> None:
+        """Other device pools of this many blocks, all free and none hittable; without `num_draft_blocks` a drafter's
+        stays as large as it is. Raises `RuntimeError` where requests are unfinished."""
         if self._requests:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished: the pool cannot change")
-        config, version = replace(self.config, num_blocks=num_blocks), self.policy_version
+        num_draft_blocks = self.config.num_draft_blocks if num_draft_blocks is None else num_draft_blocks
+        config = replace(self.config, num_blocks=num_blocks, num_draft_blocks=num_draft_blocks)
+        version = self.policy_version
         self.config = self._planner.config = config
         self.kv = self._planner.kv = KVManager(
             num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_blocks
         )
         self.kv.set_policy_version(version)
+        if self.draft_planner is not None:
+            self.draft_planner.resize(num_draft_blocks)
 
     def set_policy_version(self, version: int, keep_kv: bool = False) -> None:
         """Every block hash from now on is under `version`; no block from before can be hit.
@@ -476,6 +515,8 @@ class Scheduler:
                 if request.status is RequestStatus.PREEMPTED:
                     request.status = RequestStatus.WAITING  # as if it had just come: its prefix is looked up anew
         self.kv.set_policy_version(version)
+        if self.draft_planner is not None:
+            self.draft_planner.set_policy_version(version)
         self._planner.policy_version = version
         for request in kept:
             if request.status is _RUNNING:
@@ -484,6 +525,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Gauges and counters now."""
         num_slots_allocated, num_slots_used = self.kv.slots([*self._running, *self._planner.parked])
+        draft_planner = self.draft_planner
+        draft_pool = None if draft_planner is None else draft_planner.kv.pool
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -495,6 +538,9 @@ class Scheduler:
             num_slots_allocated=num_slots_allocated,
             num_slots_used=num_slots_used,
             num_beam_tokens=self._beams.num_tokens,
+            num_draft_blocks=0 if draft_pool is None else draft_pool.num_blocks,
+            num_free_draft_blocks=0 if draft_pool is None else draft_pool.num_free,
+            num_drafter_tokens=0 if draft_planner is None else draft_planner.num_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -502,6 +548,8 @@ class Scheduler:
         self._running.check_integrity()
         self._waiting.check_integrity()
         self.kv.check_integrity()
+        if self.draft_planner is not None:
+            self.draft_planner.check_integrity(self._running)
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than there are seats"
         self._planner.parked.check_integrity()
         self._beams.check_integrity()

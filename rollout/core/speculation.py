@@ -7,18 +7,18 @@ drawn up to the first draft that differs is what would have been drawn one step 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+from rollout.core.pace import Pace
 from rollout.request import Request
 
-_LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not worth computing
+_LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not computed where nobody watches the clock
 _WEIGHT = 0.125  # of the last draft in the average of those that were right
+_FIRST_TEXT_RATE = 0.9  # how often a text that has to come is expected to come in its usual tokens, at first
+_PATIENCE = 8  # steps in a row for which guesses were made in vain, before they are made in every eighth step only
 _PROBE_EVERY = 24  # steps after which a sequence whose drafts were wrong is tried again
-_FIRST_STEPS = 4  # of a kind, before two kinds are compared
-_STEPS_BETWEEN_COMPARISONS = 128
-_SHORTEST_REST, _LONGEST_REST = 32, 1024  # steps without drafts, where those with drafts were slower a token
 
 
 class Drafter(Protocol):
@@ -33,49 +33,40 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class DrafterWithChances(Drafter, Protocol):
+    """One that can tell how likely its guesses are right."""
+
+    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
+        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, each with the
+        chance that it and all before it are right, which is at least `least_chance`."""
+        ...
+
+
+class Guide(Protocol):
+    """Knows what the grammars of requests (`structured_outputs`) allow, before anything is drawn."""
+
+    def next_tokens(self, request: Request) -> list[int]:
+        """Likely tokens of the text that has to come next, where there is only one; none where there are several."""
+        ...
+
+    def num_allowed(self, request: Request, draft_token_ids: list[int]) -> int:
+        """How many of the first guesses of a request's next tokens may come, none of them ending it."""
+        ...
+
+
 @dataclass(slots=True)
 class _Sample:
     """What is known of one request's drafts."""
 
-    drafter: Drafter
+    drafter: Drafter | None  # None where a drafter with weights guesses for all
     rate: float  # of the drafts that were looked at, the share that was right; exponential average
+    guesser: DrafterWithChances | None  # the drafter, where it tells chances
+    length: int = 0  # how many it should have in the step that comes
+    guesses: list[tuple[int, float]] = field(default_factory=list)  # that its guesser has made for that step
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
-
-
-@dataclass(slots=True)
-class _Pace:
-    """What steps of so many sequences have cost lately, and what those with drafts have brought."""
-
-    plain_seconds: float = 0.0  # of a step without drafts; averages, 0 where nothing is known
-    seconds: float = 0.0  # of a step with drafts, since the last rest
-    tokens: float = 0.0  # that it brought
-    num_drafting: int = 0  # such steps since the last rest
-    num_to_rest: int = _FIRST_STEPS  # steps that are still made without drafts
-    rest: int = _SHORTEST_REST  # how many the next time
-
-    def took(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
-        if not has_drafts:
-            self.plain_seconds = _averaged(self.plain_seconds, seconds)
-            return
-        self.seconds, self.tokens = _averaged(self.seconds, seconds), _averaged(self.tokens, num_tokens)
-        self.num_drafting += 1
-        if self.num_drafting < _FIRST_STEPS or not self.plain_seconds:
-            return
-        if self.tokens * self.plain_seconds < num_sequences * self.seconds:
-            self._stop_for(self.rest)
-            self.rest = min(2 * self.rest, _LONGEST_REST)
-        elif self.num_drafting >= _STEPS_BETWEEN_COMPARISONS:
-            self._stop_for(_FIRST_STEPS // 2)
-            self.rest = _SHORTEST_REST
-
-    def _stop_for(self, num_steps: int) -> None:
-        self.num_to_rest, self.num_drafting, self.seconds, self.tokens = num_steps, 0, 0.0, 0.0
-
-
-def _averaged(average: float, value: float) -> float:
-    """The exponential average with one value more. What is much longer than usual (a step that is recorded, a machine
-    that does something else) does not count for all that it is."""
-    return value if not average else average + 0.2 * (min(value, 2 * average) - average)
+    text: list[int] = field(default_factory=list)  # tokens that its grammar lets come in that step: its drafts, if any
+    text_rate: float = _FIRST_TEXT_RATE  # of these, the share that was right
 
 
 class Speculation:
@@ -83,22 +74,30 @@ class Speculation:
 
     def __init__(
         self,
-        make_drafter: Callable[[Request], Drafter],
+        make_drafter: Callable[[Request], Drafter] | None,
         most_drafts: int,
         most_sequences: int,
         rate: float = 0.7,
         *,
         watches_cost: bool = False,
+        guide: Guide | None = None,
     ) -> None:
-        """At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
+        """`make_drafter` gives each request a drafter of its own; None where a drafter with weights guesses for all of
+        them together, before the step (`rollout.core.draft_planner`).
+
+        At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
         drafts that is expected at first, gives way to what is found. With `watches_cost` nothing is drafted in steps of
-        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then."""
+        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then.
+        With a `guide` no guess is computed that a grammar forbids, and the text that it prescribes is guessed."""
         self._make_drafter = make_drafter
+        self.has_weights = make_drafter is None
+        self._guide = guide
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
-        self._watches_cost = watches_cost
+        self._pace = Pace() if watches_cost else None
+        self._least_chance = _LEAST_CHANCE
+        self._num_refused = 0  # steps in a row in which guesses were asked for and not wanted
         self._samples: dict[str, _Sample] = {}
-        self._paces: dict[int, _Pace] = {}  # by the number of sequences
         self._rate = rate  # that new requests begin with: the average over all
         self.num_drafted = [0] * most_drafts  # by place among a step's drafts, since start
         self.num_accepted = [0] * most_drafts
@@ -106,49 +105,108 @@ class Speculation:
     @staticmethod
     def can_draft(request: Request) -> bool:
         """Whether its next tokens may be guessed. Not before it has one, since its siblings draw that too; and not
-        where a draw depends on the tokens before it in other ways than through the model, or is forced."""
-        if request.sample_state is not None or request.beam_options is not None:
-            return False
-        return request.num_output_tokens >= max(1, len(request.forced_token_ids))
+        where they are forced, or several beams' at once."""
+        return request.beam_options is None and request.num_output_tokens >= max(1, len(request.forced_token_ids))
 
-    def is_worth_it(self, num_sequences: int) -> bool:
-        """Whether a step with so many draws should have drafts."""
+    def is_worth_it(self, num_sequences: int, candidates: Sequence[Request]) -> bool:
+        """Whether a step with so many draws should have drafts for `candidates`, which are among those that draw."""
         if num_sequences > self.most_sequences:
             return False
-        pace = self._paces.setdefault(num_sequences, _Pace())
-        if self._watches_cost and pace.num_to_rest:
-            pace.num_to_rest -= 1
+        if self._pace is not None:
+            self._least_chance = self._pace.least_chance(num_sequences)
+        if self._num_refused >= _PATIENCE and self._num_refused % _PATIENCE:  # guessing takes time, too
+            self._num_refused += 1
             return False
-        return True
+        num_drafts, num_right = 0, 0.0
+        for request in candidates:
+            sample = self._sample(request)
+            num_right += self._foresee(request, sample)
+            num_drafts += sample.length
+        allowed = num_drafts > 0 if self._pace is None else self._pace.allows(num_sequences, num_drafts, num_right)
+        self._num_refused = 0 if allowed else self._num_refused + 1
+        return allowed
 
     def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which so many sequences decoded has computed `num_rows`, and brought `num_tokens`."""
-        if num_sequences in self._paces:
-            self._paces[num_sequences].took(num_sequences, num_rows > num_sequences, num_tokens, seconds)
+        if self._pace is not None and num_sequences <= self.most_sequences:
+            self._pace.took(num_sequences, num_rows, num_tokens, seconds)
+
+    @property
+    def seconds_won_and_lost(self) -> tuple[float, float]:
+        """Since start: by steps with drafts that were faster than without, and by those that were slower. Zeros where
+        nobody watches the clock."""
+        return (0.0, 0.0) if self._pace is None else (self._pace.seconds_won, self._pace.seconds_lost)
 
     def drafts(self, request: Request, most: int) -> list[int]:
-        """At most `most` guesses of a request's next tokens."""
+        """At most `most` guesses of a request's next tokens, by its grammar or its own drafter, in a step that
+        `is_worth_it`."""
         sample = self._sample(request)
-        length = self._length(sample)
-        if not length:
+        if sample.text:
+            return sample.text[:most]
+        if not sample.length or sample.drafter is None:
             return []
-        return sample.drafter.propose(request.token_ids, min(most, length))
+        if sample.guesser is not None:
+            return self.allowed(request, [token_id for token_id, _ in sample.guesses[:most]])
+        return self.allowed(request, sample.drafter.propose(request.token_ids, min(most, sample.length)))
+
+    def length(self, request: Request) -> int:
+        """How many guesses of a request's next tokens a drafter with weights should make in a step that `is_worth_it`.
+        None where its grammar makes them: `text`."""
+        sample = self._sample(request)
+        return 0 if sample.text else sample.length
+
+    def text(self, request: Request) -> list[int]:
+        """The guesses that its grammar makes for a step that `is_worth_it`."""
+        return self._sample(request).text
+
+    def allowed(self, request: Request, draft_token_ids: list[int]) -> list[int]:
+        """The guesses up to the first that its grammar forbids: no row behind that one would be of use."""
+        if self._guide is None or request.params.structured_outputs is None or not draft_token_ids:
+            return draft_token_ids
+        return draft_token_ids[: self._guide.num_allowed(request, draft_token_ids)]
 
     def _sample(self, request: Request) -> _Sample:
         sample = self._samples.get(request.request_id)
         if sample is None:
-            sample = self._samples[request.request_id] = _Sample(self._make_drafter(request), self._rate)
+            drafter = self._new_drafter(request)
+            guesser = drafter if isinstance(drafter, DrafterWithChances) else None
+            sample = self._samples[request.request_id] = _Sample(drafter, self._rate, guesser)
         return sample
 
-    def _length(self, sample: _Sample) -> int:
-        """How many drafts are worth their rows, if the chances of all are the same."""
-        length, chance = 0, sample.rate
-        while length < self.most_drafts and chance >= _LEAST_CHANCE:
-            length, chance = length + 1, chance * sample.rate
+    def _new_drafter(self, request: Request) -> Drafter | None:
+        return None if self._make_drafter is None else self._make_drafter(request)
+
+    def _foresee(self, request: Request, sample: _Sample) -> float:
+        """Settles how many drafts it should have in the step that comes, and what they are where that is known: the text
+        that it has to go on with, or what its drafter is sure enough of. Returns how many are expected to be right."""
+        sample.text, sample.guesses = [], []
+        rate = sample.rate
+        if self._guide is not None and request.params.structured_outputs is not None:
+            length = self._length(sample.text_rate)
+            sample.text = self._guide.next_tokens(request)[:length] if length else []
+        if sample.text:
+            rate, sample.length = sample.text_rate, len(sample.text)
+        elif sample.guesser is not None:
+            sample.guesses = sample.guesser.guess(request.token_ids, self.most_drafts, self._least_chance)
+            sample.length = len(sample.guesses)
+            return sum(chance for _, chance in sample.guesses)
+        else:
+            sample.length = self._next_length(sample)
+        return sum(rate**place for place in range(1, sample.length + 1))
+
+    def _length(self, rate: float) -> int:
+        """How many drafts are worth their rows, if each is right so often."""
+        length, chance = 0, rate
+        while length < self.most_drafts and chance >= self._least_chance:
+            length, chance = length + 1, chance * rate
+        return length
+
+    def _next_length(self, sample: _Sample) -> int:
+        """How many of its drafter's guesses are worth their rows. Where none are, one is tried now and then."""
+        length = self._length(sample.rate)
         if length == 0:
             sample.num_skipped += 1
-            if sample.num_skipped % _PROBE_EVERY == 0:
-                return 1
+            length = int(sample.num_skipped % _PROBE_EVERY == 0)
         return length
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -161,13 +219,17 @@ class Speculation:
         if sample is None:  # it has ended with one of them, and nobody has looked at the others
             return
         for is_right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafted):
+            if sample.text:
+                sample.text_rate += _WEIGHT * (is_right - sample.text_rate)
+                continue
             sample.rate += _WEIGHT * (is_right - sample.rate)
             self._rate += _WEIGHT / 16 * (is_right - self._rate)
 
     def ended(self, request: Request) -> None:
         """The request has ended. What it has sampled may help to guess others."""
         sample = self._samples.pop(request.request_id, None)
+        drafter = None if sample is None else sample.drafter
         if sample is None and self.can_draft(request):
-            sample = _Sample(self._make_drafter(request), 0.0)
-        if sample is not None:
-            sample.drafter.close(request.token_ids)
+            drafter = self._new_drafter(request)
+        if drafter is not None:
+            drafter.close(request.token_ids)

@@ -10,6 +10,7 @@ import torch
 
 from rollout.diagnosis.scorers import packed_scores
 from rollout.models.loader import build_model, materialize, read_config
+from rollout.weights.names import is_drafters
 from rollout.weights.receipt import Receipt, changed_tensors, fingerprint_of, fingerprint_tensors
 from rollout.worker.worker import Worker
 
@@ -31,7 +32,8 @@ def weights_now(worker: Worker, receipt: Receipt) -> WeightsNow:
     known |= {name: known[target] for name, target in tied.items()}
     copies = {} if worker.quantized is None else worker.quantized.tensors()
     changed = changed_tensors(receipt, parameters, tied, worker.buffers(), copies)
-    return WeightsNow(worker.dtype, known, changed, dict(tied))
+    own = [name for name in changed if not is_drafters(name)]  # what a drafter guesses changes no logprob
+    return WeightsNow(worker.dtype, known, own, dict(tied))
 
 
 def fingerprints(worker: Worker, dtype: torch.dtype) -> dict[str, int]:

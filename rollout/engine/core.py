@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rollout.config import EngineConfig
-from rollout.core.schedule import SchedulePlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.engine.garbage import collection_paused
 from rollout.engine.lock import FairLock
@@ -43,6 +43,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
+from rollout.sampling.guide import GrammarGuide
 from rollout.sampling_params import SamplingParams
 from rollout.speculation.drafters import make_speculation
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
@@ -100,8 +101,9 @@ class EngineCore:
                 enable_prefix_caching=config.enable_prefix_caching,
                 policy=config.scheduling_policy,
                 preemption_mode=config.preemption_mode,
+                num_draft_blocks=self._worker.num_draft_blocks,
             ),
-            make_speculation(config.speculative_config),
+            make_speculation(config.speculative_config, GrammarGuide(lambda: self._worker.grammars)),
         )
         memory = self._worker.adapters
         self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
@@ -122,7 +124,8 @@ class EngineCore:
         self._tensors = tuple(self.parameters().values())
         self._changes = shared_versions(self._tensors)  # torch's change counters, as of the receipt
         self._orphans: dict[str, int] = {}  # parameters that hold no policy, and torch's change counter of then
-        self._placement = Placement(self._worker.model)
+        drafter = self._worker.drafter
+        self._placement = Placement(self._worker.model, None if drafter is None else drafter.module)
 
     @property
     def policy_version(self) -> int:
@@ -271,6 +274,9 @@ class EngineCore:
         updates = self.take_ended()
         started = time.perf_counter()
         try:
+            draft_plan = self.scheduler.plan_drafts()
+            if draft_plan is not None:
+                self.scheduler.take_drafts(draft_plan, self.executor.propose_drafts(draft_plan))
             plan = self.scheduler.schedule()
             stepped = self.scheduler.update(plan, self.executor.execute(plan))
         except BaseException:
@@ -278,7 +284,7 @@ class EngineCore:
             self._ended_between_steps = updates
             raise
         seconds = time.perf_counter() - started
-        self._count(plan, stepped, seconds)
+        self.counters.stepped(plan, stepped, seconds, self.scheduler.stats())
         speculation = self.scheduler.speculation
         if speculation is not None and plan.num_scheduled_tokens == len(plan.draws):
             num_tokens = sum(len(token_ids) for _, token_ids in stepped)
@@ -336,7 +342,8 @@ class EngineCore:
         """What the engine counts now; one entry, where an engine of replicas has one for each."""
         speculation = self.scheduler.speculation
         drafts = [] if speculation is None else [speculation.num_drafted, speculation.num_accepted]
-        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts)]
+        won_and_lost = (0.0, 0.0) if speculation is None else speculation.seconds_won_and_lost
+        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts, won_and_lost)]
 
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -364,6 +371,14 @@ class EngineCore:
         if self._guard is None:
             self._guard = SharedWeightsGuard(self.parameters())
         return self._worker.model
+
+    def shared_drafter(self) -> nn.Module:
+        """The module that guesses. From now on `sleep(level=2)` keeps the weights, its own and the model's. Raises
+        `ValueError` where there is no drafter with weights."""
+        if self._worker.drafter is None:
+            raise ValueError(f"speculative_config={self.config.speculative_config!r} has no drafter with weights")
+        self.shared_model()
+        return self._worker.drafter.module
 
     @property
     def is_sleeping(self) -> bool:
@@ -501,13 +516,14 @@ class EngineCore:
         self._asleep -= {"weights"}
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._worker.parameters()
+        """The model's, and those of a drafter under "drafter."."""
+        return self._worker.parameters() | self._worker.drafter_parameters()
 
     def tied(self) -> Mapping[str, str]:
-        return self._worker.tied()
+        return self._worker.tied() | self._worker.drafter_tied()
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        return self._worker.buffers()
+        return self._worker.buffers() | self._worker.drafter_buffers()
 
     def copies(self) -> Mapping[str, torch.Tensor]:
         quantized = self._worker.quantized
@@ -679,16 +695,3 @@ class EngineCore:
 
     def _abort_all(self) -> None:
         self.abort([request.request_id for request in self.scheduler.unfinished()])
-
-    def _count(self, plan: SchedulePlan, updates: list[Update], seconds: float) -> None:
-        counters = self.counters
-        counters.num_steps += 1
-        counters.step_seconds += seconds
-        counters.num_generated_tokens += sum(len(token_ids) for _, token_ids in updates)
-        counters.num_computed_tokens += plan.num_scheduled_tokens
-        counters.num_errors += sum(request.finish_reason is FinishReason.ERROR for request, _ in updates)
-        stats = self.scheduler.stats()
-        in_use = stats.num_blocks - stats.num_free_blocks
-        counters.peak_blocks_in_use = max(counters.peak_blocks_in_use, in_use)
-        counters.waste_numerator += stats.num_slots_allocated - stats.num_slots_used
-        counters.waste_denominator += stats.num_slots_allocated

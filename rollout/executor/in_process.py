@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config import EngineConfig
-from rollout.core.schedule import SchedulePlan, StepResult
+from rollout.core.schedule import DraftPlan, SchedulePlan, StepResult
 from rollout.worker.worker import Worker
 
 _ENGINE_ONLY = {
     "execute": "LLM.generate",
+    "propose_drafts": "LLM.generate",
     "sleep": "LLM.sleep",
     "resize_kv_cache": "LLM.resize_kv_cache",
     "reload_weights": "LLM.reload_weights",
@@ -30,6 +31,9 @@ class InProcessExecutor:
 
     def execute(self, plan: SchedulePlan) -> StepResult:
         return self.worker.execute(plan)
+
+    def propose_drafts(self, plan: DraftPlan) -> dict[str, list[int]]:
+        return self.worker.propose_drafts(plan)
 
     def collective_rpc(
         self,

@@ -56,6 +56,12 @@ class CausalLM(nn.Module, ABC):
         With `batch.last_rows` set it may return those rows alone.
         """
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: int64 [T] -> float32 [T, hidden], what the first layer gets. Only EAGLE's layer asks for it.
+
+        Raises `NotImplementedError` where the class has not said how."""
+        raise NotImplementedError(f"{type(self).__name__} has no `embed`, which method='eagle' needs")
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden] -> float32 [R, vocab]; never rounded to the model's dtype."""
         return multiply(hidden, self.output_weight, None, torch.float32, self.int8)

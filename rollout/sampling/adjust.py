@@ -261,7 +261,7 @@ class Adjuster:
         assert state is not None and budget is not None
         if state.thinking is None:
             state.thinking = ThinkingBudget(self._marks, state.num_prompt_tokens)
-        token_id = state.thinking.token_to_force(state.token_ids, draw.position, budget)
+        token_id = state.thinking.token_to_force(state.token_ids, draw.num_known_tokens, budget, draw.draft_token_ids)
         if token_id is None or token_id in draw.banned_token_ids:
             return None
         return token_id if all(allows(mask, token_id) for mask in masks) else None
@@ -272,7 +272,7 @@ def _counts(draw: Draw) -> tuple[np.ndarray, np.ndarray]:
     assert state is not None
     if state.counts is None:
         state.counts = TokenCounts(state.num_prompt_tokens, with_prompt=draw.params.repetition_penalty != 1.0)
-    return state.counts.before(state.token_ids, draw.position)
+    return state.counts.before(state.token_ids, draw.num_known_tokens, draw.draft_token_ids)
 
 
 def _tail(draw: Draw, words: BadWords) -> bytes:
@@ -280,4 +280,4 @@ def _tail(draw: Draw, words: BadWords) -> bytes:
     assert state is not None
     if state.tail is None:
         state.tail = Tail(state.num_prompt_tokens)
-    return state.tail.catch_up(state.token_ids, draw.position, words)
+    return state.tail.catch_up(state.token_ids, draw.num_known_tokens, words, draw.draft_token_ids)

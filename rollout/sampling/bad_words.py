@@ -61,11 +61,16 @@ class Tail:
         self._num_seen = num_prompt_tokens
         self.text = b""
 
-    def catch_up(self, token_ids: Sequence[int], position: int, words: BadWords) -> bytes:
-        """The bytes before `position`: the prompt's do not count."""
+    def catch_up(
+        self, token_ids: Sequence[int], position: int, words: BadWords, draft_token_ids: Sequence[int] = ()
+    ) -> bytes:
+        """The bytes before `position`, and of the guesses that follow, which are not remembered. The prompt's do not
+        count."""
         if position < self._num_seen:
             self._num_seen, self.text = self._start, b""
         for token_id in token_ids[self._num_seen : position]:
             self.text = (self.text + words.tokens[token_id])[-words.longest :]
         self._num_seen = position
-        return self.text
+        if not draft_token_ids:
+            return self.text
+        return (self.text + b"".join(words.tokens[token_id] for token_id in draft_token_ids))[-words.longest :]

@@ -10,10 +10,11 @@ end, and everywhere else it has probability zero, whatever the grammar says of i
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -29,6 +30,7 @@ from rollout.sampling_options import StructuredOutputsParams
 from rollout.sampling_params import SamplingParams
 
 _NUM_KEPT = 256  # compiled grammars
+_MOST_BYTES_AHEAD = 128  # of a text that has to come next
 _END_OF_GRAMMAR = "<|end of grammar|>"
 _LIMITS = LLParserLimits(verbose_errors=False)  # llguidance's own, with reasons of a line in place of its whole state
 
@@ -39,18 +41,29 @@ class GrammarPosition:
 
     matcher: LLMatcher
     num_consumed: int = 0  # output tokens
+    guesses: list[int] = field(default_factory=list)  # consumed behind them
 
-    def move_to(self, state: SampleState, position: int) -> str | None:
-        """Takes the output tokens before `position`, and no others. Returns why the grammar refuses one, if it does."""
+    def move_to(self, state: SampleState, position: int, draft_token_ids: Sequence[int] = ()) -> str | None:
+        """Takes the output tokens before `position` and the guesses that follow them, and no others: what it has
+        guessed before, and has come so, stays taken. Returns why the grammar refuses one, if it does."""
         num_output = position - state.num_prompt_tokens
         if num_output < self.num_consumed:
-            self.matcher.rollback(self.num_consumed - num_output)
+            self._go_back(len(self.guesses) + self.num_consumed - num_output)
             self.num_consumed = num_output
-        tokens = state.token_ids[state.num_prompt_tokens + self.num_consumed : position]
-        self.num_consumed += self.matcher.try_consume_tokens(tokens)
-        if self.num_consumed < num_output:
-            return f"the grammar does not allow token {state.token_ids[state.num_prompt_tokens + self.num_consumed]}"
-        return None
+        start = state.num_prompt_tokens + self.num_consumed
+        tokens = [*state.token_ids[start:position], *draft_token_ids]
+        num_right = _num_equal(self.guesses, tokens)
+        self._go_back(len(self.guesses) - num_right)
+        num_taken = num_right + self.matcher.try_consume_tokens(tokens[num_right:])
+        num_known = min(num_taken, position - start)
+        self.num_consumed += num_known
+        self.guesses = tokens[num_known:num_taken]
+        return None if num_taken == len(tokens) else f"the grammar does not allow token {tokens[num_taken]}"
+
+    def _go_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.matcher.rollback(num_tokens)
+            del self.guesses[max(len(self.guesses) - num_tokens, 0) :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,11 +160,15 @@ class Grammars:
         """The draws whose sample ends with the token just drawn because of its grammar, with their stop reasons.
 
         That is where an id that ends was drawn (also one before `min_tokens`, which comes where nothing else can), and
-        where the grammar can go no further and the sample has no EOS id that would have to come.
+        where the grammar can go no further and the sample has no EOS id that would have to come. `draws` are by their
+        index in the plan, as `token_ids` are; those behind a wrong guess complete nothing.
         """
         completed: dict[int, int | None] = {}
         for index, draw in draws.items():
             token_id, state = int(token_ids[index]), _state(draw)
+            guesses = list(draw.draft_token_ids)
+            if guesses and guesses != token_ids[index - len(guesses) : index].tolist():
+                continue
             if token_id in state.eos_token_ids:
                 completed[index] = None
             elif token_id in state.stop_token_ids:
@@ -175,11 +192,27 @@ class Grammars:
             self._compiled.popitem(last=False)
         return made
 
-    def _position(self, draw: Draw) -> GrammarPosition:
-        state = _state(draw)
+    def next_tokens(self, state: SampleState, params: SamplingParams) -> list[int]:
+        """What writes the text that has to come next, as far as there is only one: in the tokens that the tokenizer
+        makes of its beginning, whatever follows. Others may spell it too."""
+        place = self._position(state, params)
+        if place.move_to(state, len(state.token_ids)) is not None:
+            return []
+        text = place.matcher.compute_ff_bytes()[:_MOST_BYTES_AHEAD]
+        return _before_end(self._tokenizer.tokenize_partial(text)[0], state) if text else []
+
+    def num_allowed(self, state: SampleState, params: SamplingParams, draft_token_ids: Sequence[int]) -> int:
+        """How many of the first guesses of what follows the sample's tokens go on with its grammar. One that ends the
+        sample does not."""
+        place = self._position(state, params)
+        if place.move_to(state, len(state.token_ids)) is not None:
+            return 0
+        return place.matcher.validate_tokens(_before_end(draft_token_ids, state))
+
+    def _position(self, state: SampleState, params: SamplingParams) -> GrammarPosition:
         if state.grammar is None:
-            assert draw.params.structured_outputs is not None
-            state.grammar = GrammarPosition(self._prototype(draw.params.structured_outputs).deep_copy())
+            assert params.structured_outputs is not None
+            state.grammar = GrammarPosition(self._prototype(params.structured_outputs).deep_copy())
         return state.grammar
 
     def _fill(self, draws: Sequence[tuple[int, Draw]], masks: GrammarMasks) -> None:
@@ -188,8 +221,8 @@ class Grammars:
         words = np.zeros((len(draws), num_words), np.int32)
         able: list[tuple[LLMatcher, int]] = []
         for row, (index, draw) in enumerate(draws):
-            place = self._position(draw)
-            refusal = place.move_to(_state(draw), draw.position)
+            place = self._position(_state(draw), draw.params)
+            refusal = place.move_to(_state(draw), draw.num_known_tokens, draw.draft_token_ids)
             if refusal is None:
                 able.append((place.matcher, row))
             else:
@@ -202,7 +235,7 @@ class Grammars:
             if index not in masks.failures:
                 self._place_ends(row.view(np.uint32), draw)
                 if not row.any():
-                    masks.failures[index] = _reason(draw, _why_nothing_comes(self._position(draw).matcher))
+                    masks.failures[index] = _reason(draw, _why_nothing_comes(_state(draw).grammar.matcher))
 
     def _within_vocabulary(self, words: np.ndarray) -> np.ndarray:
         """The first words, with no bit set from the model's vocabulary size on, or at the tokenizer's own end."""
@@ -226,8 +259,9 @@ class Grammars:
 
     def _is_complete_after(self, draw: Draw, token_id: int) -> bool:
         """Whether with this token the grammar ends and can go no further. The sample's place stays where it is."""
-        place = self._position(draw)
-        if place.move_to(_state(draw), draw.position) is not None or not place.matcher.try_consume_tokens([token_id]):
+        place = self._position(_state(draw), draw.params)
+        refusal = place.move_to(_state(draw), draw.num_known_tokens, draw.draft_token_ids)
+        if refusal is not None or not place.matcher.try_consume_tokens([token_id]):
             return False
         complete = place.matcher.is_stopped()
         if not complete and place.matcher.is_accepting():
@@ -235,6 +269,11 @@ class Grammars:
             complete = not self._within_vocabulary(words).any()
         place.matcher.rollback(1)
         return complete
+
+
+def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
 
 
 def _first_refused(prototype: LLMatcher, token_ids: Sequence[int], ends: Set[int], may_end: bool = False) -> int | None:
@@ -254,6 +293,12 @@ def _first_refused(prototype: LLMatcher, token_ids: Sequence[int], ends: Set[int
 def _state(draw: Draw) -> SampleState:
     assert draw.state is not None, "a sample with a grammar looks at its tokens"
     return draw.state
+
+
+def _before_end(token_ids: Sequence[int], state: SampleState) -> list[int]:
+    """Those before the first id that ends the sample."""
+    ends = state.eos_token_ids | state.stop_token_ids
+    return list(itertools.takewhile(lambda token_id: token_id not in ends, token_ids))
 
 
 def _reason(draw: Draw, problem: str) -> str:

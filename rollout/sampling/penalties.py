@@ -29,9 +29,11 @@ class TokenCounts:
         self._ids = np.empty(_FIRST_CAPACITY, np.int64)
         self._counts = np.empty(_FIRST_CAPACITY, np.float32)
 
-    def before(self, token_ids: Sequence[int], position: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens before `position` (which may also lie before that of the last call), int64 [N], each once, and how
-        often each stands in the output, float32 [N]."""
+    def before(
+        self, token_ids: Sequence[int], position: int, draft_token_ids: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens before `position` (which may also lie before that of the last call) and the guesses that follow
+        them, int64 [N], each once, and how often each stands in the output, float32 [N]. Guesses are not remembered."""
         if position < self._num_seen:
             self._forget()
         if self._num_seen < self._num_prompt_tokens:
@@ -40,7 +42,24 @@ class TokenCounts:
             self._count(token_id)
         self._num_seen = position
         size = len(self._places)
-        return self._ids[:size].copy(), self._counts[:size].copy()
+        ids, counts = self._ids[:size].copy(), self._counts[:size].copy()
+        return self._with_drafts(ids, counts, draft_token_ids) if draft_token_ids else (ids, counts)
+
+    def _with_drafts(
+        self, ids: np.ndarray, counts: np.ndarray, draft_token_ids: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """With guesses counted as tokens of the output. `ids` and `counts` are copies."""
+        new: dict[int, int] = {}
+        for token_id in draft_token_ids:
+            place = self._places.get(token_id)
+            if place is None:
+                new[token_id] = new.get(token_id, 0) + 1
+            else:
+                counts[place] += 1
+        if not new:
+            return ids, counts
+        new_ids, new_counts = np.fromiter(new.keys(), np.int64), np.fromiter(new.values(), np.float32)
+        return np.concatenate([ids, new_ids]), np.concatenate([counts, new_counts])
 
     def _enter_prompt(self, token_ids: Sequence[int]) -> None:
         ids = list(dict.fromkeys(token_ids[: self._num_prompt_tokens]))

@@ -19,6 +19,7 @@ class LogitsBatch:
     """What stands before the tokens to be drawn, one entry a row of the logits.
 
     `prompt_token_ids` and `output_token_ids`: the tokens so far. `sample_indices` and `seeds` say which sample it is.
+    With speculation a sample may have several rows, whose outputs go on with guesses.
     """
 
     prompt_token_ids: list[list[int]]
@@ -32,12 +33,19 @@ def process(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) ->
 
     `logits` float32 [A, V], changed in place; `draws[i]` has row `rows[i]` to itself. A step has as many rounds as the
     longest list of processors: in each, a processor is called once for all rows that named this same object at this
-    place. Returns, by index of the draw, why processors failed; those rows then hold NaN.
+    place. Where that fails, and some of the rows are behind guesses, which may never come to be, it is called again
+    without these. Returns, by index of the draw, why processors failed; those rows then hold NaN.
     """
     failures: dict[int, str] = {}
     for place in range(max(len(draw.params.logits_processors or ()) for draw in draws)):
         for processor, members in _calls(draws, place, failures):
             problem = _call(processor, logits, [draws[index] for index in members], [rows[index] for index in members])
+            guessed = [index for index in members if draws[index].draft_token_ids]
+            if problem is not None and guessed:
+                failures |= dict.fromkeys(guessed, problem)
+                members = [index for index in members if index not in failures]
+                of_members = [draws[index] for index in members], [rows[index] for index in members]
+                problem = _call(processor, logits, *of_members) if members else None
             if problem is not None:
                 failures |= dict.fromkeys(members, problem)
     if failures:
@@ -81,7 +89,7 @@ def _batch(draws: Sequence[Draw]) -> LogitsBatch:
         state = draw.state
         assert state is not None
         prompts.append(state.token_ids[: state.num_prompt_tokens])
-        outputs.append(state.token_ids[state.num_prompt_tokens : draw.position])
+        outputs.append([*state.token_ids[state.num_prompt_tokens : draw.num_known_tokens], *draw.draft_token_ids])
     return LogitsBatch(prompts, outputs, [draw.sample_index for draw in draws], [draw.seed for draw in draws])
 
 
@@ -96,7 +104,8 @@ def _of_transformers(processor: Processor, logits: torch.Tensor, draws: Sequence
     scores = []
     for row, draw in zip(logits, draws, strict=True):
         assert draw.state is not None
-        input_ids = torch.tensor([draw.state.token_ids[: draw.position]], device=logits.device)
+        known = draw.state.token_ids[: draw.num_known_tokens]
+        input_ids = torch.tensor([[*known, *draw.draft_token_ids]], device=logits.device)
         scores.append(processor(input_ids, row[None]))
     return torch.cat(scores)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.sampling.vocabulary import Vocabulary
 
@@ -27,6 +27,15 @@ def find_marks(vocabulary: Vocabulary, start: str, end: str) -> ReasoningMarks:
     return ReasoningMarks(start.encode(), end.encode(), tuple(ids), vocabulary.written)
 
 
+@dataclass(slots=True)
+class _Reading:
+    """What the tokens of a sample have told so far."""
+
+    tail: bytes = b""  # what was written since the last mark, as much as could begin one
+    is_open: bool = False
+    num_spent: int = 0  # tokens sampled in sections
+
+
 class ThinkingBudget:
     """Where one sample stands: whether a section of reasoning is open, and how many tokens were sampled in sections.
 
@@ -38,40 +47,47 @@ class ThinkingBudget:
         self._marks = marks
         self._num_prompt_tokens = num_prompt_tokens
         self._longest = max(len(marks.start), len(marks.end))
-        self._forget()
-
-    def _forget(self) -> None:
         self._num_seen = 0
-        self._tail = b""  # what was written since the last mark, as much as could begin one
-        self._is_open = False
-        self._num_spent = 0
+        self._reading = _Reading()
 
-    def token_to_force(self, token_ids: Sequence[int], position: int, budget: int) -> int | None:
-        """The token that must stand at `position` to close a section whose budget is used up; None where none must."""
+    def token_to_force(
+        self, token_ids: Sequence[int], position: int, budget: int, draft_token_ids: Sequence[int] = ()
+    ) -> int | None:
+        """The token that must come behind those before `position`, and the guesses that follow them, to close a section
+        whose budget is used up; None where none must. Guesses are not remembered."""
         if position < self._num_seen:
-            self._forget()
-        tokens = self._marks.tokens
+            self._num_seen, self._reading = 0, _Reading()
         if self._num_seen < self._num_prompt_tokens:
-            self._write(b"".join(tokens[token_id] for token_id in token_ids[: self._num_prompt_tokens]))
+            prompt = token_ids[: self._num_prompt_tokens]
+            self._write(self._reading, b"".join(self._marks.tokens[token_id] for token_id in prompt))
             self._num_seen = self._num_prompt_tokens
-        for token_id in token_ids[self._num_seen : position]:
-            self._num_spent += self._is_open
-            self._write(tokens[token_id])
+        self._read(self._reading, token_ids[self._num_seen : position])
         self._num_seen = position
-        if not self._is_open or self._num_spent < budget:
+        reading = self._reading
+        if draft_token_ids:
+            reading = replace(reading)
+            self._read(reading, draft_token_ids)
+        if not reading.is_open or reading.num_spent < budget:
             return None
-        return self._marks.end_token_ids[self._num_closing(token_ids[self._num_prompt_tokens : position])]
+        closing = self._marks.end_token_ids
+        start = max(self._num_prompt_tokens, position - len(closing))
+        return closing[self._num_closing([*token_ids[start:position], *draft_token_ids])]
 
-    def _write(self, text: bytes) -> None:
-        tail = self._tail + text
+    def _read(self, reading: _Reading, sampled: Sequence[int]) -> None:
+        for token_id in sampled:
+            reading.num_spent += reading.is_open
+            self._write(reading, self._marks.tokens[token_id])
+
+    def _write(self, reading: _Reading, text: bytes) -> None:
+        tail = reading.tail + text
         while True:
-            mark = self._marks.end if self._is_open else self._marks.start
+            mark = self._marks.end if reading.is_open else self._marks.start
             found = tail.find(mark)
             if found < 0:
                 break
             tail = tail[found + len(mark) :]
-            self._is_open = not self._is_open
-        self._tail = tail[-self._longest :]
+            reading.is_open = not reading.is_open
+        reading.tail = tail[-self._longest :]
 
     def _num_closing(self, output: Sequence[int]) -> int:
         """How many tokens of the closing mark stand already at the end of the output."""

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollout.errors import TensorKindError, TransportError
+from rollout.weights.names import is_drafters
 from rollout.weights.receipt import combine
 from rollout.weights.transport import NamedTensor, SendReport
 from rollout_kernels import copy_and_fingerprint
@@ -146,11 +147,12 @@ class Tally:
     @property
     def fingerprint(self) -> str:
         """`Receipt.parameters_fingerprint` of an engine that holds these tensors in these dtypes."""
-        return combine(self._tensors, self.fingerprints)
+        own = {name: tensor for name, tensor in self._tensors.items() if not is_drafters(name)}
+        return combine(own, self.fingerprints)
 
     def end(self) -> dict[str, Any]:
         """What the sending side says at the end of a policy."""
-        return {"num_tensors": len(self._tensors), "fingerprint": self.fingerprint}
+        return {"num_tensors": len(self._tensors), "fingerprint": combine(self._tensors, self.fingerprints)}
 
     def check_end(self, told: Mapping[str, Any]) -> None:
         """Raises `TransportError` where the end that the sending side told is not that of what was announced."""

@@ -5,6 +5,7 @@
     base_model.model.lm_head.modules_to_save.default.weight                  -> lm_head.weight
     base_model.model.lm_head.original_module.weight                          -> None (the copy that PEFT put aside)
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight   -> AdapterTensorError
+    drafter.module.model.norm.weight                                         -> drafter.model.norm.weight
 
 Wrappers may be combined and repeated in any order.
 """
@@ -21,6 +22,7 @@ _INSERTED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _LEADING = (("module",), ("base_model", "model"))
 # How the segments of PEFT's adapters begin: LoRA and DoRA, VeRA, IA3, OFT, BOFT, LoHa, LoKr, HRA, trainable tokens.
 _ADAPTER = ("lora_", "vera_", "ia3_", "oft_", "boft_", "hada_", "lokr_", "hra_", "trainable_tokens_", "prompt_encoder")
+DRAFTER_PREFIX = "drafter."  # before the names of a drafter's tensors in policy updates, receipts and errors
 # Buffers that old checkpoints carry and that the engine computes from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -46,7 +48,10 @@ def canonical_name(name: str) -> str | None:
         )
     if "original_module" in segments:
         return None
-    canonical = ".".join(_without_saved_modules(_without_leading(segments)))
+    segments = _without_leading(segments)
+    if segments[0] == DRAFTER_PREFIX[:-1]:  # a model of its own, wrapped or not
+        segments[1:] = _without_leading(segments[1:])
+    canonical = ".".join(_without_saved_modules(segments))
     return None if canonical.endswith(_COMPUTED) else canonical
 
 
@@ -54,6 +59,11 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Maps every name of `names` that stands for a parameter to its Hugging Face name, in the order given."""
     mapped = ((name, canonical_name(name)) for name in names)
     return {name: canonical for name, canonical in mapped if canonical is not None}
+
+
+def is_drafters(name: str) -> bool:
+    """Whether a tensor of this Hugging Face name belongs to a drafter, not to the model itself."""
+    return name.startswith(DRAFTER_PREFIX)
 
 
 def _without_leading(segments: list[str]) -> list[str]:

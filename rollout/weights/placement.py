@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rollout.weights.names import DRAFTER_PREFIX
+
 
 class Placement:
-    """Where a model's parameters lie and which modules it is made of, as the engine has set it up.
+    """Where a model's parameters lie and which modules it is made of, as the engine has set it up; and a drafter's.
 
     The engine's kernels read the memory that it gave to the parameters: fused projections, recorded decode steps and
     captured graphs know it by address. A parameter with other memory (`parameter.data = ...`, a new `nn.Parameter`,
     `module.to(...)`) or another module would be read by some steps and not by others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, drafter: nn.Module | None = None) -> None:
         self._entries: list[tuple[str, dict[str, nn.Parameter | None], str, torch.Tensor]] = []
-        self._children = [module._modules for module in model.modules()]
-        for prefix, module in model.named_modules():
+        named = list(model.named_modules())
+        if drafter is not None:
+            named += drafter.named_modules(prefix=DRAFTER_PREFIX[:-1])
+        self._children = [module._modules for _, module in named]
+        for prefix, module in named:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{prefix}.{key}" if prefix else key

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rollout.errors import StaleWeightsError
+from rollout.weights.names import DRAFTER_PREFIX, is_drafters
 from rollout_kernels import fingerprint
 
 
@@ -19,9 +20,10 @@ class Receipt:
     `tensors` has one 64-bit fingerprint per Hugging Face name, tied names included; `buffers` those that the engine
     computes itself (rotary tables); `copies` those of parameters in another form (int8), checked against these;
     `adapters` those of LoRA adapters in memory, under "name/layer.lora_A.weight".
-    `fingerprint` is of all of them, `parameters_fingerprint` of the parameters without tied names: a trainer computes
-    the same from its own with `parameters_fingerprint(named, dtype)`. `id` is made of the version and the fingerprint;
-    outputs carry it.
+    `fingerprint` is of all of them, `parameters_fingerprint` of the model's parameters without tied names: a trainer
+    computes the same from its own with `parameters_fingerprint(named, dtype)`. `drafter_fingerprint` is that of a
+    drafter's, by its own names for them, and empty where there is none. `id` is made of the version and of
+    `fingerprint`; outputs carry it.
     """
 
     id: str
@@ -38,6 +40,7 @@ class Receipt:
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
     copies: dict[str, int] = field(default_factory=dict, repr=False)
     adapters: dict[str, int] = field(default_factory=dict, repr=False)
+    drafter_fingerprint: str = ""
 
     def timed(self, phase_seconds: Mapping[str, float]) -> Receipt:
         """The same receipt with what each phase took."""
@@ -74,6 +77,8 @@ def make_receipt(
     tensors = {**known, **{name: known[target] for name, target in tied.items()}}
     of_buffers, of_copies = fingerprint_tensors(buffers), fingerprint_tensors(copies or {})
     of_adapters = fingerprint_tensors(adapters or {})
+    own = {name: tensor for name, tensor in parameters.items() if not is_drafters(name)}
+    drafters = {name.removeprefix(DRAFTER_PREFIX): name for name in parameters if is_drafters(name)}
     everything = dict(parameters) | {name: parameters[target] for name, target in tied.items()}
     everything |= dict(buffers) | dict(copies or {}) | dict(adapters or {})
     whole = combine(everything, {**tensors, **of_buffers, **of_copies, **of_adapters})
@@ -81,7 +86,13 @@ def make_receipt(
         id=receipt_id(policy_version, whole),
         policy_version=policy_version,
         fingerprint=whole,
-        parameters_fingerprint=combine(parameters, known),
+        parameters_fingerprint=combine(own, known),
+        drafter_fingerprint=combine(
+            {short: parameters[name] for short, name in drafters.items()},
+            {short: known[name] for short, name in drafters.items()},
+        )
+        if drafters
+        else "",
         tensors=tensors,
         buffers=of_buffers,
         copies=of_copies,

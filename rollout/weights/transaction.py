@@ -37,6 +37,7 @@ from rollout.errors import (
 from rollout.weights.adapter_update import AdapterSource, AdapterUpdate
 from rollout.weights.guard import SharedWeightsGuard
 from rollout.weights.incoming import Incoming, check_layout, match
+from rollout.weights.names import is_drafters
 from rollout.weights.receipt import (
     Receipt,
     changed_tensors,
@@ -167,7 +168,7 @@ class PolicyUpdate:
         self._shared: dict[str, torch.Tensor] = {}
         self._written = False
         self._adapters = AdapterUpdate(engine.adapters())
-        self._unchanged: dict[str, int] = {}  # fingerprints of all parameters, where the update brings adapters alone
+        self._unchanged: dict[str, int] = {}  # fingerprints of the parameters that the update leaves as they are
         self._receipt: Receipt | None = None
 
     @property
@@ -324,20 +325,20 @@ class PolicyUpdate:
         return stored
 
     def post_process(self) -> None:
-        """Ends the loading: every parameter must be covered, or only adapters loaded. Lets the engine rebuild what it
-        derives from them."""
+        """Ends the loading: every parameter must be covered, of the model, of its drafter, or of both; or only adapters
+        loaded. Lets the engine rebuild what it derives from them."""
         with _Step(self, "post_process"):
-            if self._adapters.is_staged and not self._sent:
-                self._unchanged = self._check_unchanged()
-            else:
+            if not self._adapters.is_staged or self._sent:
                 self._check_covered()
+            self._unchanged = self._check_unchanged()
             self._engine.post_process()
             self.bytes_copied += self._adapters.write()
 
     def verify(self) -> None:
         """Fingerprints the engine's memory and compares it with what was sent."""
         with _Step(self, "verify"):
-            fingerprints = self._unchanged or fingerprint_tensors(self._parameters)
+            sent = {name: tensor for name, tensor in self._parameters.items() if name not in self._unchanged}
+            fingerprints = self._unchanged | fingerprint_tensors(sent)
             self._adapters.verify()
             adapters = self._engine.adapters()
             wrong = [name for name, value in self.fingerprints.items() if value != fingerprints[name]]
@@ -465,23 +466,29 @@ class PolicyUpdate:
         raise DuplicateTensorError(f"{item.name} was sent twice in one policy update, with different values")
 
     def _check_covered(self) -> None:
-        missing = tuple(name for name in self._parameters if name not in self._sent)
+        """Of the model, and of its drafter, all parameters must have been loaded or none; of one of them all."""
+        touched = {is_drafters(name) for name in self._sent} or {False}
+        wanted = [name for name in self._parameters if is_drafters(name) in touched]
+        missing = tuple(name for name in wanted if name not in self._sent)
         if missing or not self._sent:
             raise UncoveredParametersError(
-                f"{len(self._sent)} of {len(self._parameters)} parameters were loaded; missing: {_some(missing)}",
+                f"{len(self._sent)} of {len(wanted)} parameters were loaded; missing: {_some(missing)}",
                 missing,
             )
 
     def _check_unchanged(self) -> dict[str, int]:
-        """The weights must be those of the last receipt, since the update brings none. Returns their fingerprints."""
+        """What the update does not bring must be as the last receipt has it. Returns its fingerprints."""
         before = self._before
-        fingerprints = fingerprint_tensors(self._parameters)
+        kept = {name: tensor for name, tensor in self._parameters.items() if name not in self._sent}
+        fingerprints = fingerprint_tensors(kept)
         known = {} if before is None else before.tensors
         wrong = tuple(name for name, value in fingerprints.items() if known.get(name) != value)
         if wrong:
+            what = "only adapters were loaded" if not self._sent else "no parameter of the drafter was loaded"
+            what = "only the drafter was loaded" if all(map(is_drafters, self._sent)) and self._sent else what
             raise UncoveredParametersError(
-                f"only adapters were loaded, and {len(wrong)} of {len(fingerprints)} parameters are not those of the "
-                f"last receipt: load every parameter in the same update; these differ: {_some(wrong)}",
+                f"{what}, and {len(wrong)} of {len(fingerprints)} parameters are not those of the last receipt: load "
+                f"every parameter in the same update; these differ: {_some(wrong)}",
                 wrong,
             )
         return fingerprints

@@ -67,7 +67,8 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of what was sent."""
+    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of what was sent, a drafter left
+    out."""
 
     num_tensors: int
     num_bytes: int

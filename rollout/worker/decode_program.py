@@ -22,6 +22,7 @@ import torch.nn.modules.module as torch_module
 
 from rollout.core.schedule import ScheduledSequence
 from rollout.models.causal_lm import CausalLM
+from rollout.speculation.features import FeatureCache
 from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
 from rollout_kernels import can_record
 from rollout_kernels.cpu.program import NotRecordableError, Program, Workspace, record
@@ -33,7 +34,8 @@ MOST_DECODE_ROWS = 17  # of a sequence: its last known token, and the most draft
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     program: Program
-    logits: torch.Tensor  # float32 [R, vocab], valid after a replay until the next one
+    hidden: torch.Tensor  # [R, hidden] in the model's dtype; both are valid after a replay until the next one
+    logits: torch.Tensor  # float32 [R, vocab]
 
 
 class DecodePrograms:
@@ -41,7 +43,7 @@ class DecodePrograms:
 
     A step has up to `max_rows` rows. `memory` (uint8) holds its activations and its logits. Where a step cannot be
     recorded (the model computes something with torch, a module has hooks, the memory is too small) `run` says so once
-    and for all: `problem`.
+    and for all: `problem`. The rows' final hidden states go to `features`, where somebody wants them.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class DecodePrograms:
         max_rows: int,
         max_blocks: int,
         memory: torch.Tensor,
+        features: FeatureCache | None = None,
     ) -> None:
         self.problem: str | None = None
+        self._features = features
         self._model = model
         self._kv_caches = kv_caches
         self._block_size = block_size
@@ -112,14 +116,16 @@ class DecodePrograms:
                 recorded.program.replay()
             else:
                 times.replay(recorded.program)
-            return recorded.logits
-        try:
-            logits, program = record(lambda: self._step(*key), self._workspace)
-        except NotRecordableError as error:
-            self.problem = str(error)
-            return None
-        self._recorded[key] = _Recorded(program, logits)
-        return logits
+        else:
+            try:
+                (hidden, logits), program = record(lambda: self._step(*key), self._workspace)
+            except NotRecordableError as error:
+                self.problem = str(error)
+                return None
+            recorded = self._recorded[key] = _Recorded(program, hidden, logits)
+        if self._features is not None:
+            self._features.write(torch.from_numpy(self._slot_mapping[:count]), recorded.hidden)
+        return recorded.logits
 
     def _fill(self, sequences: Sequence[ScheduledSequence]) -> None:
         """The inputs of a step with one row a sequence into the buffers that the recorded kernels read."""
@@ -165,7 +171,7 @@ class DecodePrograms:
         blocks = self._block_tables[owner, positions // self._block_size].astype(np.int64)
         np.add(blocks * self._slots_per_block, positions % self._block_size, out=self._slot_mapping[: len(owner)])
 
-    def _step(self, count: int, has_adapters: bool) -> torch.Tensor:
+    def _step(self, count: int, has_adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
         paged = PagedContext(
             kv_caches=self._kv_caches,
             block_tables=torch.from_numpy(self._block_tables[:count]),
@@ -177,4 +183,5 @@ class DecodePrograms:
         query_start = torch.from_numpy(self._query_start[: count + 1])
         batch = ForwardBatch(query_start=query_start, paged=paged, adapter_ids=adapter_ids)
         input_ids, positions = (torch.from_numpy(array[:count]) for array in (self._input_ids, self._positions))
-        return self._model.compute_logits(self._model(input_ids, positions, batch))
+        hidden = self._model(input_ids, positions, batch)
+        return hidden, self._model.compute_logits(hidden)

@@ -17,6 +17,7 @@ import torch
 from rollout.core.schedule import ScheduledSequence
 from rollout.models.causal_lm import CausalLM
 from rollout.platform.platform import CapturedStep, StepCapture
+from rollout.speculation.features import FeatureCache
 from rollout.worker.batch import ForwardBatch, KVCaches, PagedContext
 from rollout.worker.inputs import StepInputs, packed_offsets
 
@@ -129,7 +130,10 @@ class DecodeGraphs:
         inputs: StepInputs,
         capture: StepCapture,
         device: torch.device,
+        features: FeatureCache | None = None,
     ) -> None:
+        """The rows' final hidden states go to `features`, where somebody wants them."""
+        self._features = features
         self.ladder = decode_ladder(max_rows)
         self._model = model
         self._kv_caches = kv_caches
@@ -185,4 +189,6 @@ class DecodeGraphs:
         adapter_ids = static.adapter_ids[:size] if has_adapters else None
         batch = ForwardBatch(query_start=static.query_start[: size + 1], paged=paged, adapter_ids=adapter_ids)
         hidden = self._model(static.input_ids[:size], static.positions[:size], batch)
+        if self._features is not None:
+            self._features.write(static.slot_mapping[:size], hidden)
         return self._model.compute_logits(hidden)

@@ -18,6 +18,8 @@ from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars, PendingMasks
 from rollout.sampling.sampler import sample_rows
 from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
+from rollout.speculation.features import FeatureCache
+from rollout.speculation.rejection import RejectionSampler
 from rollout.worker.batch import ForwardBatch, KVCaches, LastRows, PagedContext
 from rollout.worker.decode_program import MOST_DECODE_ROWS, DecodePrograms
 from rollout.worker.graphs import DecodeGraphs
@@ -42,6 +44,8 @@ class Runner:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what the most likely tokens beside the drawn ones are of
     adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
     grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
+    features: FeatureCache | None = None  # where set, final hidden states are kept: a drafter reads them
+    rejection: RejectionSampler | None = None  # None: a guess is right where it is what is drawn anyway
 
     @property
     def tiles_per_block(self) -> int:
@@ -75,7 +79,7 @@ class Runner:
         decode_rows = _rows_of_decode(plan)
         logits = None if decode_rows is None else self._replay(plan.sequences)
         if decode_rows is not None and logits is not None:
-            return self._sample(plan.draws, logits, decode_rows, masks)
+            return self._sample(plan, plan.draws, logits, decode_rows, masks)
         counts = np.array([len(sequence.token_ids) for sequence in plan.sequences])
         rows = _rows_from_end(plan, counts)
         if any(sequence.target_token_ids for sequence in plan.sequences):
@@ -98,6 +102,24 @@ class Runner:
             return self.decode_programs.run(sequences, self.times)
         return None
 
+    @torch.inference_mode()
+    def last_logits(
+        self, sequences: list[ScheduledSequence], is_wanted: Sequence[bool]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Computes every scheduled token. Returns logits float32 [R, vocab], until the next step, and the rows of the
+        last tokens of those sequences that are wanted. A few tokens of each take no longer than one: their step is
+        recorded too."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        logits = self._replay(sequences) if max(lengths) <= MOST_DECODE_ROWS else None
+        if logits is not None:
+            ends = accumulate(lengths)
+            return logits, [end - 1 for end, wanted in zip(ends, is_wanted, strict=True) if wanted]
+        counts = np.array(is_wanted, np.int64)
+        if not counts.any():  # the model still needs some row to end with
+            counts[0] = 1
+        logits = self.model.compute_logits(self._forward(sequences, counts))
+        return logits, list(range(sum(is_wanted)))
+
     def _move_blocks(self, plan: SchedulePlan) -> None:
         if plan.swap_out:
             rollout_kernels.copy_blocks_between(self.kv_caches, self.host_caches, plan.swap_out, self.tiles_per_block)
@@ -105,6 +127,8 @@ class Runner:
             rollout_kernels.copy_blocks_between(self.host_caches, self.kv_caches, plan.swap_in, self.tiles_per_block)
         if plan.block_copies:
             rollout_kernels.copy_blocks(self.kv_caches, plan.block_copies, self.tiles_per_block)
+        if self.features is not None:
+            self.features.move(plan)
 
     def _forward(self, sequences: list[ScheduledSequence], wanted: np.ndarray | None) -> torch.Tensor:
         """Final hidden states of all scheduled tokens, [T, hidden], or of the last `wanted[i]` tokens of sequence i."""
@@ -135,11 +159,18 @@ class Runner:
         )
         paged = PagedContext(self.kv_caches, tables, keys, slots, self.block_size)
         of_rows = adapter_ids[0] if adapter_ids else None
-        if wanted is None:
-            return self.model(ids, places, ForwardBatch(query_start=first, paged=paged, adapter_ids=of_rows))
+        features = self.features
+        if wanted is None or (features is not None and features.covers_all_tokens):
+            hidden = self.model(ids, places, ForwardBatch(query_start=first, paged=paged, adapter_ids=of_rows))
+            if features is not None:
+                features.write(slots, hidden)
+            return hidden if wanted is None else hidden[last]
         batch = ForwardBatch(first, paged=paged, last_rows=LastRows(last, last_first), adapter_ids=of_rows)
         hidden = self.model(ids, places, batch)
-        return hidden if len(hidden) == len(last_rows) else hidden[last]
+        hidden = hidden if len(hidden) == len(last_rows) else hidden[last]
+        if features is not None:
+            features.write(slots[last], hidden)
+        return hidden
 
     def _draw(
         self,
@@ -162,19 +193,27 @@ class Runner:
             (some,) = self.inputs.send([used[first : first + most]])
             logits = self.model.compute_logits(hidden[some])  # float32 [R, vocab]
             start, end = np.searchsorted(rows, [first, first + most])
-            results.append(self._sample(draws[start:end], logits, (rows[start:end] - first).tolist(), masks))
+            results.append(self._sample(plan, draws[start:end], logits, (rows[start:end] - first).tolist(), masks))
         return results[0] if len(results) == 1 else _join_results(results)
 
     def _sample(
-        self, draws: Sequence[Draw], logits: torch.Tensor, rows: list[int], masks: PendingMasks | None
+        self,
+        plan: SchedulePlan,
+        draws: Sequence[Draw],
+        logits: torch.Tensor,
+        rows: list[int],
+        masks: PendingMasks | None,
     ) -> StepResult:
-        """One token for each draw, from row `rows[i]` of the logits."""
+        """One token for each of these draws of the plan, from row `rows[i]` of the logits."""
         adjustment = None
         if any(draw.state is not None for draw in draws):
             assert self.adjuster is not None, "draws have parameters that change logits"
             grammar_masks = None if masks is None else masks.rows_of(draws)
             adjustment = self.adjuster.adjust(logits, draws, rows, self.inputs, grammar_masks)
-        sampled = sample_rows(logits, draws, rows, self.inputs, adjustment)
+        if self.rejection is None:
+            sampled = sample_rows(logits, draws, rows, self.inputs, adjustment)
+        else:
+            sampled = self.rejection.sample(plan.sequences, draws, logits, rows, self.inputs, adjustment)
         token_ids, raw_logprobs, sampled_logprobs, kept_mass, entropy = fetch(
             [sampled.token_ids, sampled.raw_logprobs, sampled.sampled_logprobs, sampled.kept_mass, sampled.entropy]
         )

@@ -12,11 +12,13 @@ _MARGIN = 64 << 20  # bytes of a device that stay free: fragments of the allocat
 
 @dataclass(frozen=True, slots=True)
 class KVPoolSize:
-    """Blocks of the device's pool and of the host's swap pool, and the bytes of one block over all layers."""
+    """Blocks of the device's pool and of the host's swap pool, the bytes of one block over all layers, and blocks of a
+    drafter's own pool, which are smaller."""
 
     num_blocks: int
     num_host_blocks: int
     block_bytes: int
+    num_draft_blocks: int = 0
 
 
 def short_step(num_tokens: int, num_rows: int, block_size: int, adapter_slot: int = -1) -> SchedulePlan:
@@ -52,6 +54,15 @@ def full_step(
         )
         plan.draws.append(Draw(f"profile-{index}", index, SamplingParams(), 0, 0, length))
     return plan, first
+
+
+def split_budget(budget: int, block_bytes: int, draft_block_bytes: int, most_draft_blocks: int) -> tuple[int, int]:
+    """Blocks of the engine's pool and of a drafter's own, from one budget of bytes. The drafter's has at most
+    `most_draft_blocks`, and not more than the engine's."""
+    both = budget // (block_bytes + draft_block_bytes)
+    if both < most_draft_blocks:
+        return both, both
+    return (budget - most_draft_blocks * draft_block_bytes) // block_bytes, most_draft_blocks
 
 
 def kv_budget(total: int, utilization: float, weights: int, step: int, free: int | None) -> int:

@@ -46,6 +46,7 @@ PROMPTS = [
     [*SHARED[:20], 8],
     [9, 8, 7],
     SHARED[:30],
+    [11, 12, *(ord(char) - 28 for char in "<think>")],
 ]
 GRAMMAR = StructuredOutputsParams(json_object=True)
 PARAMS = [
@@ -73,6 +74,7 @@ PARAMS = [
         max_tokens=9, seed=9, n=2, structured_outputs=StructuredOutputsParams(regex="[ab]{3,12}"), ignore_eos=True
     ),
     SamplingParams(max_tokens=30, seed=8, n=2, ignore_eos=True, forced_token_ids=[*SHARED[30:], *range(3, 20)]),
+    SamplingParams(max_tokens=25, seed=7, n=2, thinking_token_budget=6, bad_words=["a", "e", "Ab"], temperature=0.8),
 ]
 BEAMS = BeamSearchParams(3, 5, ignore_eos=True)
 BEAM_PROMPTS = [SHARED, PROMPTS[-1]]

@@ -90,6 +90,17 @@ def test_samples_that_wait_to_fork_do_so_from_kv_of_the_new_policy_alone():
     assert_as_alone(runner, *family)
 
 
+def test_samples_that_fork_behind_forced_tokens_tell_of_the_policy_that_computed_those():
+    # case WS-02 - the leader is kept between two chunks of its forced tokens, and its samples take over what it has
+    runner = FakeRunner(make_scheduler(max_num_batched_tokens=6))
+    family = make_family("a", range(4), max_tokens=10, n=3, forced=[1, 2, 3, 1, 2])
+    start(runner, family[0])
+    assert family[0].num_output_tokens == 3
+    update(runner)
+    runner.run()
+    assert [sample.policy_spans for sample in family] == [[(0, 0), (1, 3)]] * 3
+
+
 def test_samples_that_found_no_seat_do_not_share_the_blocks_of_kept_ones():
     runner = FakeRunner(make_scheduler(max_num_seqs=2))
     family = make_family("a", range(10), max_tokens=6, n=4)

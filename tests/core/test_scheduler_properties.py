@@ -16,7 +16,7 @@ from rollout.core.schedule import join
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.request import FinishReason, Request
 from tests.support.core_requests import continue_from, make_family
-from tests.support.fake_runner import FakeRunner, expected_output, fake_logprob, fake_top_logprobs
+from tests.support.fake_runner import Drafts, FakeRunner, expected_output, fake_logprob, fake_top_logprobs
 
 MAX_MODEL_LEN = 40
 VOCAB = 5
@@ -195,10 +195,15 @@ class Interruptions(RuleBasedStateMachine):
     def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
         return Scheduler(config)
 
+    def make_drafter(self, runner: FakeRunner) -> Drafts | None:
+        """What guesses for the runner's scheduler, where that has a drafter with weights."""
+        return None
+
     @initialize(config=configs())
     def start(self, config: SchedulerConfig) -> None:
         scheduler = self.make_scheduler(config)
         self.runner = FakeRunner(scheduler, vocab=VOCAB, poisoned=lambda draw: draw.request_id in self.bad)
+        self.runner.drafter = self.make_drafter(self.runner)
         self.scheduler = self.runner.scheduler
         self.requests: list[Request] = []
         self.bad: set[str] = set()
@@ -226,7 +231,7 @@ class Interruptions(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, by_group: bool, in_flight: bool) -> None:
         request = data.draw(st.sampled_from(self.requests))
         name = request.group_id if by_group else request.request_id
-        plan = self.scheduler.schedule() if in_flight else None
+        plan = self.runner.schedule() if in_flight else None
         result = self.runner.execute(plan) if plan is not None else None
         aborted = self.scheduler.abort([name, name])
         assert all(member.finish_reason is FinishReason.ABORT for member in aborted)
@@ -268,7 +273,7 @@ class Interruptions(RuleBasedStateMachine):
 
     @rule()
     def forget_a_plan(self) -> None:
-        self.scheduler.schedule()
+        self.runner.schedule()
         self.scheduler.preempt_all()
 
     @rule()
@@ -295,6 +300,9 @@ class Interruptions(RuleBasedStateMachine):
 
     @rule(mode=st.sampled_from(["abort", "recompute"]))
     def sleep_and_wake_up(self, mode: str) -> None:
+        self.fall_asleep(mode)
+
+    def fall_asleep(self, mode: str) -> None:
         if mode == "abort":
             self.scheduler.abort([request.request_id for request in self.scheduler.unfinished()])
         else:

@@ -254,8 +254,9 @@ def test_replicas_speculate_too(folder: Path, plain: LLM) -> None:
     [
         ("ngram", "speculative_config='ngram'"),
         ({"num_speculative_tokens": 3}, "'method' is missing"),
-        ({"method": "ngram", "model": "small"}, "'model' is no field"),
-        ({"method": "medusa"}, "method='medusa' is not supported yet"),
+        ({"method": "ngram", "drafts": 3}, "'drafts' is no field"),
+        ({"method": "ngram", "model": "small"}, "model='small' is not used with method='ngram'"),
+        ({"method": "medusa"}, "model=None is not valid"),
     ],
 )
 def test_what_is_not_valid_is_refused(folder: Path, value: object, named: str) -> None:

@@ -43,3 +43,18 @@ def test_the_tail_goes_back_with_the_position(prompt: list[int], output: list[in
     tail.catch_up(token_ids, len(token_ids), search)
     fresh = Tail(len(prompt))
     assert tail.catch_up(token_ids, position, search) == fresh.catch_up(token_ids, position, search)
+
+
+@given(ids, ids, st.lists(ids, min_size=1, max_size=3))
+def test_guesses_stand_at_the_end_of_the_tail_until_the_next_draw(
+    prompt: list[int], output: list[int], steps: list[list[int]]
+) -> None:
+    # case SD-02
+    search = BadWords(["abca"], TokenSearch(TOKENS))
+    token_ids = [*prompt, *output]
+    tail = Tail(len(prompt))
+    for drafts in steps:
+        for row in range(len(drafts) + 1):
+            wanted = Tail(len(prompt)).catch_up([*token_ids, *drafts], len(token_ids) + row, search)
+            assert tail.catch_up(token_ids, len(token_ids), search, drafts[:row]) == wanted
+        token_ids += drafts[: len(drafts) // 2]

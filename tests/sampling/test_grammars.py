@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -280,6 +281,109 @@ def test_masks_of_one_sample_at_any_positions_in_any_order_are_those_of_a_fresh_
         for index, draw in draws.items():
             fresh = make_draw(structured, output[: draw.position - 2])
             assert ids_in(masks.rows[index]) == allowed(grammars, fresh)
+
+
+STEPS = st.lists(
+    st.tuples(st.lists(st.sampled_from([b"a", b"b", b"z", b"ea", b""]), max_size=5), st.integers(0, 5)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.sampled_from(["(a|b|ea)*", "(ab|ba|e?a){1,4}", "a{0,4}b?"]), st.booleans())
+def test_masks_behind_guesses_are_those_of_a_sample_that_has_them(
+    grammars: Grammars, pieces: dict[int, bytes], steps: list[tuple[list[bytes], int]], regex: str, has_eos: bool
+) -> None:
+    """Guesses that are drawn, guesses in whose place another token is drawn, and some that the grammar forbids."""
+    # case SD-02
+    ids = {piece: token_id for token_id, piece in pieces.items()} | {b"": EOS}
+    structured = StructuredOutputsParams(regex=regex)
+    sample = make_draw(structured, [], eos=(EOS,) if has_eos else ())
+    state = sample.state
+    assert state is not None
+    for number, (guessed, choice) in enumerate(steps):
+        drafts, known = [ids[piece] for piece in guessed], len(state.token_ids)
+        output = state.token_ids[2:]
+        draws = {
+            number + row: replace_draw(sample, known + row, drafts[:row])
+            for row in range(len(drafts) + 1)  # they stand behind other requests' draws
+        }
+        pending = grammars.begin([*[Draw("b", 0, SamplingParams(), 0, 1, 3)] * number, *draws.values()])
+        assert pending is not None and pending.draws == draws
+        masks = pending.future.result()
+        drawn: list[int] = []
+        for row in range(len(drafts) + 1):
+            fresh = make_draw(structured, [*output, *drafts[:row]], eos=(EOS,) if has_eos else ())
+            expected = grammars.masks({0: fresh})
+            assert ids_in(masks.rows[number + row]) == ids_in(expected.rows[0])
+            assert masks.failures.get(number + row) == expected.failures.get(0)
+            may_come = sorted(ids_in(expected.rows[0]))
+            is_right = row < len(drafts) and drafts[row] in may_come and choice != row
+            drawn.append(drafts[row] if is_right else may_come[choice % len(may_come)] if may_come else -1)
+        num_new = next((row + 1 for row, draft in enumerate([*drafts, -1]) if drawn[row] != draft), len(drafts) + 1)
+        found = grammars.completions(draws, np.array([7] * number + drawn))
+        assert all(index < number + num_new for index in found)
+        for row in range(num_new):
+            fresh = make_draw(structured, [*output, *drafts[:row]], eos=(EOS,) if has_eos else ())
+            expected = grammars.completions({0: fresh}, np.array(drawn[row : row + 1]))
+            assert found.get(number + row, "no") == expected.get(0, "no")
+        if found or -1 in drawn[:num_new]:
+            return
+        state.token_ids += drawn[:num_new]
+
+
+def replace_draw(draw: Draw, position: int, draft_token_ids: list[int]) -> Draw:
+    return msgspec.structs.replace(draw, position=position, draft_token_ids=draft_token_ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text("teah", min_size=1, max_size=9), min_size=1, max_size=4),
+    st.lists(st.sampled_from([b"t", b"e", b"a", b"h", b"te", b"ea", b"th", b""]), max_size=6),
+    st.integers(0, 99),
+)
+def test_what_is_told_before_a_step_is_what_its_masks_allow(
+    grammars: Grammars, pieces: dict[int, bytes], choices: list[str], guessed: list[bytes], seed: int
+) -> None:
+    # case SD-02
+    ids = {piece: token_id for token_id, piece in pieces.items()} | {b"": EOS}
+    structured, drafts = StructuredOutputsParams(choice=choices), [ids[piece] for piece in guessed]
+    rng, texts = np.random.default_rng(seed), {text.encode() for text in choices}
+    sample = make_draw(structured, [])
+    state, params = sample.state, sample.params
+    assert state is not None
+    while True:
+        written = b"".join(pieces[token_id] for token_id in state.token_ids[2:])
+        going_on = [text[len(written) :] for text in texts if text.startswith(written)]
+        certain = grammars.next_tokens(state, params)
+        assert EOS not in certain
+        assert all(text.startswith(b"".join(pieces[token_id] for token_id in certain)) for text in going_on)
+        allowed_ones = [
+            b"".join(guessed[: row + 1]) for row, piece in enumerate(guessed) if piece and b"" not in guessed[:row]
+        ]
+        expected = [any(text.startswith(some) for text in going_on) for some in allowed_ones]
+        assert grammars.num_allowed(state, params, drafts) == sum(expected)
+        mine = allowed(grammars, replace_draw(sample, len(state.token_ids), []))
+        assert mine == brute_force(texts, written, pieces)  # to have been asked changes nothing
+        token_id = int(rng.choice(sorted(mine)))
+        if token_id == EOS:
+            return
+        state.token_ids.append(token_id)
+
+
+def test_a_text_with_one_spelling_of_the_tokenizer_is_told_as_that(
+    grammars: Grammars, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    schema = {"type": "object", "properties": {"state": {"type": "integer"}}, "required": ["state"]}
+    draw = make_draw(StructuredOutputsParams(json=schema, disable_any_whitespace=True), [])
+    assert draw.state is not None
+    told = grammars.next_tokens(draw.state, draw.params)
+    expected = tokenizer.encode('{"state":', add_special_tokens=False)
+    assert told == expected[: len(told)] and len(told) >= len(expected) - 2
+    ended = make_draw(StructuredOutputsParams(json=schema, disable_any_whitespace=True), [], stops=told[3:4])
+    assert ended.state is not None
+    assert grammars.next_tokens(ended.state, ended.params) == told[:3]  # which may not come within a text
 
 
 def test_a_token_outside_the_grammar_leaves_its_sample_nothing_and_others_alone(

@@ -32,6 +32,22 @@ def test_counts_are_those_of_the_tokens_before_the_position(
         assert len(ids) == len(known)
 
 
+@given(ids, ids, st.booleans(), st.lists(st.lists(st.integers(0, 200), max_size=6), min_size=1, max_size=4))
+def test_guesses_count_as_tokens_until_the_next_draw(
+    prompt: list[int], output: list[int], with_prompt: bool, steps: list[list[int]]
+) -> None:
+    # case SD-02
+    counts = TokenCounts(len(prompt), with_prompt)
+    token_ids = [*prompt, *output]
+    for drafts in steps:  # some of which came so
+        for row in range(len(drafts) + 1):
+            found = counts.before(token_ids, len(token_ids), drafts[:row])
+            fresh = TokenCounts(len(prompt), with_prompt).before([*token_ids, *drafts], len(token_ids) + row)
+            for mine, wanted in zip(found, fresh, strict=True):
+                assert mine.dtype == wanted.dtype and mine.tolist() == wanted.tolist()
+        token_ids += drafts[: len(drafts) // 2]
+
+
 @given(st.lists(st.integers(0, 19), min_size=1, max_size=12), st.floats(0.2, 5), st.integers(0, 2**20))
 def test_the_repetition_penalty_is_that_of_transformers(tokens: list[int], penalty: float, seed: int) -> None:
     # case SP-03

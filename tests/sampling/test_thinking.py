@@ -59,3 +59,19 @@ def test_forced_tokens_do_close_the_section(prompt: list[int], drawn: list[int],
             break
         token_ids.append(drawn.pop() if forced is None else forced)
     assert not is_open(token_ids) or spent(prompt, token_ids[len(prompt) :]) < budget
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, ids, st.lists(ids, min_size=1, max_size=3), st.integers(0, 6))
+def test_guesses_use_up_the_budget_until_the_next_draw(
+    prompt: list[int], output: list[int], steps: list[list[int]], budget: int
+) -> None:
+    # case SD-02
+    thinking = ThinkingBudget(MARKS, len(prompt))
+    token_ids = [*prompt, *output]
+    for drafts in steps:
+        for row in range(len(drafts) + 1):
+            fresh = ThinkingBudget(MARKS, len(prompt))
+            wanted = fresh.token_to_force([*token_ids, *drafts], len(token_ids) + row, budget)
+            assert thinking.token_to_force(token_ids, len(token_ids), budget, drafts[:row]) == wanted
+        token_ids += drafts[: len(drafts) // 2]

@@ -7,15 +7,16 @@ next token is drawn from what the slots hold, never from the request: wrong KV g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
 from rollout.core.beam import num_candidates
 from rollout.core.prefix_cache import chained_hash, root_hash
-from rollout.core.schedule import Draw, SchedulePlan, StepResult, TopLogprobs, join
+from rollout.core.schedule import DraftPlan, Draw, SchedulePlan, StepResult, TopLogprobs, join
 from rollout.core.scheduler import Scheduler
 from rollout.request import Request
 
@@ -79,6 +80,14 @@ def expected_output(request: Request, vocab: int, max_model_len: int) -> list[in
     return output
 
 
+class Drafts(Protocol):
+    """What the runner asks of a drafter with weights (`tests.support.fake_drafter`)."""
+
+    def propose(self, plan: DraftPlan) -> Mapping[str, Sequence[int]]: ...
+
+    def audit(self) -> None: ...
+
+
 @dataclass(slots=True)
 class FakeRunner:
     """Executes plans against a simulated KV store; asserts everything that a real runner silently relies on."""
@@ -86,12 +95,14 @@ class FakeRunner:
     scheduler: Scheduler
     vocab: int = 7
     poisoned: Callable[[Draw], bool] = lambda draw: False  # draws whose logits are not numbers
+    completing: Callable[[Draw], bool] = lambda draw: False  # draws after whose token a grammar allows no more
     device: dict[int, SlotContent] = field(default_factory=dict)  # slot -> content
     host: dict[int, SlotContent] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)  # by id, ended ones too
     num_forward_tokens: int = 0
     num_copies: int = 0
     num_swapped_blocks: int = 0
+    drafter: Drafts | None = None  # where the scheduler has one with weights
 
     def add(self, request: Request) -> None:
         """Adds to the scheduler, and remembers what the runner has to know."""
@@ -100,16 +111,24 @@ class FakeRunner:
         for member in family:
             self.requests[member.request_id] = member
 
+    def schedule(self) -> SchedulePlan:
+        """The next step's plan, with guesses where there is a drafter with weights."""
+        draft_plan = self.scheduler.plan_drafts()
+        if draft_plan is not None:
+            assert self.drafter is not None
+            self.scheduler.take_drafts(draft_plan, self.drafter.propose(draft_plan))
+        return self.scheduler.schedule()
+
     def step_plan(self) -> SchedulePlan:
         """One step, as `step`; returns its plan."""
-        plan = self.scheduler.schedule()
+        plan = self.schedule()
         self.scheduler.update(plan, self.execute(plan))
         self.audit()
         return plan
 
     def step(self) -> list[tuple[Request, list[int]]]:
         """One schedule, execute, update; audits the plan, the state between, and the state after."""
-        plan = self.scheduler.schedule()
+        plan = self.schedule()
         self.scheduler.check_integrity()
         result = self.execute(plan)
         outputs = self.scheduler.update(plan, result)
@@ -194,6 +213,8 @@ class FakeRunner:
             assert -1 <= draw.row < len(sequence.token_ids)
             prefix = whole if draw.row == -1 else whole[: sequence.start + draw.row + 1]
             assert draw.position == len(prefix), "a draw names another position than its row's"
+            assert [*prefix[draw.num_known_tokens :]] == [*draw.draft_token_ids], "a draw names other guesses"
+            assert not draw.draft_token_ids or draw.num_known_tokens == self.requests[draw.request_id].num_tokens
             if self.poisoned(draw):
                 rows.append((-1, float("nan")))
                 continue
@@ -231,6 +252,7 @@ class FakeRunner:
             sampled_logprobs=logprobs * np.float32(2),
             kept_mass=logprobs * np.float32(3),
             entropy=logprobs * np.float32(4),
+            completed={index: None for index, draw in enumerate(plan.draws) if self.completing(draw)},
             prompt_logprobs=scores,
             top_logprobs=top,
             prompt_top_logprobs=prompt_top,
@@ -260,6 +282,8 @@ class FakeRunner:
         """Nothing that anybody may still read was overwritten: tables of running requests, and hittable blocks."""
         scheduler = self.scheduler
         scheduler.check_integrity()
+        if self.drafter is not None:
+            self.drafter.audit()
         size = scheduler.config.block_size
         for request in [*scheduler.running_requests(), *scheduler.parked_requests()]:
             table = scheduler.kv.block_ids(request)

@@ -102,18 +102,23 @@ RK_INLINE void scatter_rows(Element* out, long stride, Vector sums) {
   for (int r = 0; r < Rows; r++) memcpy(out + r * stride, values + r * Columns, Columns * sizeof(Element));
 }
 
-constexpr long kAhead = 4;  // columns between what is computed and what is prefetched
-constexpr long kTallRows = 8, kFewRows = 12;  // rows of a tile over two columns; up to so many rows, such tiles are used
+// Up to so many rows nothing but memory is waited for.
+constexpr long kFewRows = 2;
 
-// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K.
+// Columns between what is computed and what is prefetched.
+RK_INLINE long columns_ahead(long rows) { return rows <= kFewRows ? 4 : 8; }
+
+// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K. With few rows they come
+// straight into the first-level cache; otherwise into the second, which can wait for many more lines at a time.
 struct Prefetch {
   const char* next;
   int lines;
 };
 
+template <long Rows>
 RK_INLINE void prefetch_some(Prefetch& ahead) {
   if (ahead.lines == 0) return;
-  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, 3);
+  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, Rows <= kFewRows ? 3 : 2);
   ahead.next += 64 * ahead.lines;
 }
 
@@ -140,7 +145,7 @@ RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
   for (; k + Type::step <= p.K; k += Type::step) {
     typename Type::vector xs[Rows];
     for (int r = 0; r < Rows; r++) xs[r] = Type::load_full(x[r] + k);
-    prefetch_some(ahead);
+    prefetch_some<Rows>(ahead);
     for (int c = 0; c < Columns; c++) {
       typename Type::vector ws = in_register(Type::load_full(w[c] + k));
       for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
@@ -188,35 +193,11 @@ RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long col
   }
 }
 
-// The same for a few rows more than four, against two columns: each tile passes slowly enough for what it asks for to come
-// in time, where tiles of four rows and of the rest would have one quick tile whose requests come late.
-template <typename Type>
-void tall_tiles(const Problem& p, long row, long rows_end, long column, const char* next_columns) {
-  long tiles = (rows_end - row + kTallRows - 1) / kTallRows;
-  Prefetch ahead = {next_columns, !next_columns ? 0 : tiles == 1 ? 2 : 1};
-  for (; tiles > 0; tiles--) {
-    const long rows = (rows_end - row + tiles - 1) / tiles;
-    switch (rows) {
-      case 4: tile<Type, 4, 2>(p, row, column, ahead); break;
-      case 5: tile<Type, 5, 2>(p, row, column, ahead); break;
-      case 6: tile<Type, 6, 2>(p, row, column, ahead); break;
-      case 7: tile<Type, 7, 2>(p, row, column, ahead); break;
-      case 8: tile<Type, 8, 2>(p, row, column, ahead); break;
-    }
-    row += rows;
-  }
-}
-
 template <typename Type>
 void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
   const long stride = p.w_stride * (long)sizeof(typename Type::element);
-  if (rows_end - row > 4 && rows_end - row <= kFewRows)
-    for (; column + 2 <= columns_end; column += 2) {
-      const long next = column + kAhead;
-      tall_tiles<Type>(p, row, rows_end, column, next + 2 <= columns_end ? p.w + next * stride : nullptr);
-    }
   for (; column + 4 <= columns_end; column += 4) {
-    const long next = column + kAhead;
+    const long next = column + columns_ahead(rows_end - row);
     rows_of_tiles<Type, 4>(p, row, rows_end, column, next + 4 <= columns_end ? p.w + next * stride : nullptr);
   }
   for (; column < columns_end; column++) rows_of_tiles<Type, 1>(p, row, rows_end, column, nullptr);
