@@ -50,6 +50,7 @@ class Pace:
         self._balance = 0.0  # seconds won less seconds lost, lately
         self._seconds = 0.0  # that decoding took, lately
         self._has_asked = False  # for the step that comes
+        self._sizes: set[int] = set()  # numbers of rows that there were
         self.seconds_won = 0.0  # since start, summed over the steps that were faster for their drafts
         self.seconds_lost = 0.0  # the same for those that were slower
 
@@ -76,7 +77,13 @@ class Pace:
         return self._has_asked
 
     def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A decode step of so many sequences has computed `num_rows`, and brought `num_tokens`."""
+        """A decode step of so many sequences has computed `num_rows`, and brought `num_tokens`.
+
+        The first one with so many rows does not count: it may have been recorded, or captured, for those that follow.
+        """
+        if num_rows not in self._sizes:
+            self._sizes.add(num_rows)
+            return
         steps = self._steps.setdefault(num_sequences, _Steps())
         fading = math.exp(-seconds / _MEMORY)
         self._seconds = self._seconds * fading + seconds
