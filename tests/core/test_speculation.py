@@ -360,9 +360,7 @@ def test_drafts_stay_where_steps_with_them_are_faster_a_token():
     # All of 4 drafts are right: 5 tokens for the time of 2.
     speculation = watching(1.0)
     rows = rows_of_steps(speculation, lambda count: 1.0 if count == 1 else 2.0, 80)
-    assert (
-        rows[:2] == [1] * 2 and rows[2:35] == [5] * 33 and rows[35:37] == [1] * 2
-    )  # plain ones now and then
+    assert rows[:2] == [1] * 2 and rows[2:35] == [5] * 33 and rows[35:37] == [1] * 2  # plain ones now and then
     won, lost = speculation.seconds_won_and_lost
     assert (won, lost) == (pytest.approx(3.0 * (rows.count(5) - 1)), 0.0)  # the first of a kind does not count
 
