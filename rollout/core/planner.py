@@ -378,7 +378,7 @@ class Planner:
             if self.draft_planner is None:
                 drafts = speculation.drafts(request, most)
             else:
-                drafts = guesses.get(request.request_id, [])[:most]
+                drafts = speculation.allowed(request, guesses.get(request.request_id, [])[:most])
             num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
             drafts = drafts[: num_slots - num_known]
             if not drafts:

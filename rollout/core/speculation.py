@@ -16,6 +16,7 @@ from rollout.request import Request
 
 _LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not computed where nobody watches the clock
 _WEIGHT = 0.125  # of the last draft in the average of those that were right
+_FIRST_TEXT_RATE = 0.9  # how often a text that has to come is expected to come in its usual tokens, at first
 _PATIENCE = 8  # steps in a row for which guesses were made in vain, before they are made in every eighth step only
 _PROBE_EVERY = 24  # steps after which a sequence whose drafts were wrong is tried again
 
@@ -47,6 +48,18 @@ class DrafterWithChances(Drafter, Protocol):
         ...
 
 
+class Guide(Protocol):
+    """Knows what the grammars of requests (`structured_outputs`) allow, before anything is drawn."""
+
+    def next_tokens(self, request: Request) -> list[int]:
+        """Likely tokens of the text that has to come next, where there is only one; none where there are several."""
+        ...
+
+    def num_allowed(self, request: Request, draft_token_ids: list[int]) -> int:
+        """How many of the first guesses of a request's next tokens may come, none of them ending it."""
+        ...
+
+
 @dataclass(slots=True)
 class _Sample:
     """What is known of one request's drafts."""
@@ -57,6 +70,8 @@ class _Sample:
     length: int = 0  # how many it should have in the step that comes
     guesses: list[tuple[int, float]] = field(default_factory=list)  # that its guesser has made for that step
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
+    text: list[int] = field(default_factory=list)  # tokens that its grammar lets come in that step: its drafts, if any
+    text_rate: float = _FIRST_TEXT_RATE  # of these, the share that was right
 
 
 class Speculation:
@@ -70,15 +85,18 @@ class Speculation:
         rate: float = 0.7,
         *,
         watches_cost: bool = False,
+        guide: Guide | None = None,
     ) -> None:
         """`make_drafter` gives each request a drafter of its own; None where a drafter with weights guesses for all of
         them together, before the step (`rollout.core.draft_planner`).
 
         At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
         drafts that is expected at first, gives way to what is found. With `watches_cost` nothing is drafted in steps of
-        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then."""
+        as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then.
+        With a `guide` no guess is computed that a grammar forbids, and the text that it prescribes is guessed."""
         self._make_drafter = make_drafter
         self.has_weights = make_drafter is None
+        self._guide = guide
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
         self._pace = Pace() if watches_cost else None
@@ -107,13 +125,7 @@ class Speculation:
         num_drafts, num_right = 0, 0.0
         for request in candidates:
             sample = self._sample(request)
-            if sample.guesser is not None:
-                sample.guesses = sample.guesser.guess(request.token_ids, self.most_drafts, self._least_chance)
-                sample.length = len(sample.guesses)
-                num_right += sum(chance for _, chance in sample.guesses)
-            else:
-                sample.length = self._next_length(sample)
-                num_right += sum(sample.rate**place for place in range(1, sample.length + 1))
+            num_right += self._foresee(request, sample)
             num_drafts += sample.length
         allowed = num_drafts > 0 if self._pace is None else self._pace.allows(num_sequences, num_drafts, num_right)
         self._num_refused = 0 if allowed else self._num_refused + 1
@@ -131,18 +143,32 @@ class Speculation:
         return (0.0, 0.0) if self._pace is None else (self._pace.seconds_won, self._pace.seconds_lost)
 
     def drafts(self, request: Request, most: int) -> list[int]:
-        """At most `most` guesses of a request's next tokens, by its own drafter, in a step that `is_worth_it`."""
+        """At most `most` guesses of a request's next tokens, by its grammar or its own drafter, in a step that
+        `is_worth_it`."""
         sample = self._sample(request)
+        if sample.text:
+            return sample.text[:most]
         if not sample.length or sample.drafter is None:
             return []
         if sample.guesser is not None:
-            return [token_id for token_id, _ in sample.guesses[:most]]
-        return sample.drafter.propose(request.token_ids, min(most, sample.length))
+            return self.allowed(request, [token_id for token_id, _ in sample.guesses[:most]])
+        return self.allowed(request, sample.drafter.propose(request.token_ids, min(most, sample.length)))
 
     def length(self, request: Request) -> int:
-        """How many guesses of a request's next tokens a drafter with weights should make in a step that
-        `is_worth_it`."""
-        return self._sample(request).length
+        """How many guesses of a request's next tokens a drafter with weights should make in a step that `is_worth_it`.
+        None where its grammar makes them: `text`."""
+        sample = self._sample(request)
+        return 0 if sample.text else sample.length
+
+    def text(self, request: Request) -> list[int]:
+        """The guesses that its grammar makes for a step that `is_worth_it`."""
+        return self._sample(request).text
+
+    def allowed(self, request: Request, draft_token_ids: list[int]) -> list[int]:
+        """The guesses up to the first that its grammar forbids: no row behind that one would be of use."""
+        if self._guide is None or request.params.structured_outputs is None or not draft_token_ids:
+            return draft_token_ids
+        return draft_token_ids[: self._guide.num_allowed(request, draft_token_ids)]
 
     def _sample(self, request: Request) -> _Sample:
         sample = self._samples.get(request.request_id)
@@ -155,12 +181,34 @@ class Speculation:
     def _new_drafter(self, request: Request) -> Drafter | None:
         return None if self._make_drafter is None else self._make_drafter(request)
 
-    def _next_length(self, sample: _Sample) -> int:
-        """How many drafts are worth their rows, if the chances of all are the same. Where none is, one is tried now
-        and then."""
-        length, chance = 0, sample.rate
+    def _foresee(self, request: Request, sample: _Sample) -> float:
+        """Settles how many drafts it should have in the step that comes, and what they are if that is known: the text
+        that it has to go on with, or what its drafter is sure enough of. Returns how many are expected to be right."""
+        sample.text, sample.guesses = [], []
+        rate = sample.rate
+        if self._guide is not None and request.params.structured_outputs is not None:
+            length = self._length(sample.text_rate)
+            sample.text = self._guide.next_tokens(request)[:length] if length else []
+        if sample.text:
+            rate, sample.length = sample.text_rate, len(sample.text)
+        elif sample.guesser is not None:
+            sample.guesses = sample.guesser.guess(request.token_ids, self.most_drafts, self._least_chance)
+            sample.length = len(sample.guesses)
+            return sum(chance for _, chance in sample.guesses)
+        else:
+            sample.length = self._next_length(sample)
+        return sum(rate**place for place in range(1, sample.length + 1))
+
+    def _length(self, rate: float) -> int:
+        """How many drafts are worth their rows, if each is right so often."""
+        length, chance = 0, rate
         while length < self.most_drafts and chance >= self._least_chance:
-            length, chance = length + 1, chance * sample.rate
+            length, chance = length + 1, chance * rate
+        return length
+
+    def _next_length(self, sample: _Sample) -> int:
+        """How many of its drafter's guesses are worth their rows. Where none are, one is tried now and then."""
+        length = self._length(sample.rate)
         if length == 0:
             sample.num_skipped += 1
             length = int(sample.num_skipped % _PROBE_EVERY == 0)
@@ -176,6 +224,9 @@ class Speculation:
         if sample is None:  # it has ended with one of them, and nobody has looked at the others
             return
         for is_right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafted):
+            if sample.text:
+                sample.text_rate += _WEIGHT * (is_right - sample.text_rate)
+                continue
             sample.rate += _WEIGHT * (is_right - sample.rate)
             self._rate += _WEIGHT / 16 * (is_right - self._rate)
 

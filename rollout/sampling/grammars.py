@@ -10,6 +10,7 @@ end, and everywhere else it has probability zero, whatever the grammar says of i
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,6 +30,7 @@ from rollout.sampling_options import StructuredOutputsParams
 from rollout.sampling_params import SamplingParams
 
 _NUM_KEPT = 256  # compiled grammars
+_MOST_BYTES_AHEAD = 128  # of a text that has to come next
 _END_OF_GRAMMAR = "<|end of grammar|>"
 _LIMITS = LLParserLimits(verbose_errors=False)  # llguidance's own, with reasons of a line in place of its whole state
 
@@ -190,11 +192,27 @@ class Grammars:
             self._compiled.popitem(last=False)
         return made
 
-    def _position(self, draw: Draw) -> GrammarPosition:
-        state = _state(draw)
+    def next_tokens(self, state: SampleState, params: SamplingParams) -> list[int]:
+        """What writes the text that has to come next, as far as there is only one: in the tokens that the tokenizer
+        makes of its beginning, whatever follows. Others may spell it too."""
+        place = self._position(state, params)
+        if place.move_to(state, len(state.token_ids)) is not None:
+            return []
+        text = place.matcher.compute_ff_bytes()[:_MOST_BYTES_AHEAD]
+        return _before_end(self._tokenizer.tokenize_partial(text)[0], state) if text else []
+
+    def num_allowed(self, state: SampleState, params: SamplingParams, draft_token_ids: Sequence[int]) -> int:
+        """How many of the first guesses of what follows the sample's tokens go on with its grammar. One that ends the
+        sample does not."""
+        place = self._position(state, params)
+        if place.move_to(state, len(state.token_ids)) is not None:
+            return 0
+        return place.matcher.validate_tokens(_before_end(draft_token_ids, state))
+
+    def _position(self, state: SampleState, params: SamplingParams) -> GrammarPosition:
         if state.grammar is None:
-            assert draw.params.structured_outputs is not None
-            state.grammar = GrammarPosition(self._prototype(draw.params.structured_outputs).deep_copy())
+            assert params.structured_outputs is not None
+            state.grammar = GrammarPosition(self._prototype(params.structured_outputs).deep_copy())
         return state.grammar
 
     def _fill(self, draws: Sequence[tuple[int, Draw]], masks: GrammarMasks) -> None:
@@ -203,7 +221,7 @@ class Grammars:
         words = np.zeros((len(draws), num_words), np.int32)
         able: list[tuple[LLMatcher, int]] = []
         for row, (index, draw) in enumerate(draws):
-            place = self._position(draw)
+            place = self._position(_state(draw), draw.params)
             refusal = place.move_to(_state(draw), draw.num_known_tokens, draw.draft_token_ids)
             if refusal is None:
                 able.append((place.matcher, row))
@@ -217,7 +235,7 @@ class Grammars:
             if index not in masks.failures:
                 self._place_ends(row.view(np.uint32), draw)
                 if not row.any():
-                    masks.failures[index] = _reason(draw, _why_nothing_comes(self._position(draw).matcher))
+                    masks.failures[index] = _reason(draw, _why_nothing_comes(_state(draw).grammar.matcher))
 
     def _within_vocabulary(self, words: np.ndarray) -> np.ndarray:
         """The first words, with no bit set from the model's vocabulary size on, or at the tokenizer's own end."""
@@ -241,7 +259,7 @@ class Grammars:
 
     def _is_complete_after(self, draw: Draw, token_id: int) -> bool:
         """Whether with this token the grammar ends and can go no further. The sample's place stays where it is."""
-        place = self._position(draw)
+        place = self._position(_state(draw), draw.params)
         refusal = place.move_to(_state(draw), draw.num_known_tokens, draw.draft_token_ids)
         if refusal is not None or not place.matcher.try_consume_tokens([token_id]):
             return False
@@ -275,6 +293,12 @@ def _first_refused(prototype: LLMatcher, token_ids: Sequence[int], ends: Set[int
 def _state(draw: Draw) -> SampleState:
     assert draw.state is not None, "a sample with a grammar looks at its tokens"
     return draw.state
+
+
+def _before_end(token_ids: Sequence[int], state: SampleState) -> list[int]:
+    """Those before the first id that ends the sample."""
+    ends = state.eos_token_ids | state.stop_token_ids
+    return list(itertools.takewhile(lambda token_id: token_id not in ends, token_ids))
 
 
 def _reason(draw: Draw, problem: str) -> str:

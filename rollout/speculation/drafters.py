@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from rollout.core.speculation import Drafter, Speculation
+from rollout.core.speculation import Drafter, Guide, Speculation
 from rollout.request import Request
 from rollout.speculation.config import SpeculativeConfig
 from rollout.speculation.ngram import NgramDrafter
 from rollout.speculation.suffix import Corpora
 
 
-def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
-    """What a scheduler speculates with; None where it does not."""
+def make_speculation(config: SpeculativeConfig | None, guide: Guide | None = None) -> Speculation | None:
+    """What a scheduler speculates with; None where it does not.
+
+    `guide` knows the grammars of requests. It is not asked where guesses are verified by rejection, which is right only
+    where it does not depend on a guess whether there is one.
+    """
     if config is None:
         return None
     corpora = Corpora(config.suffix_decoding_max_cached_tokens)
@@ -27,4 +31,5 @@ def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
         config.num_speculative_tokens,
         config.max_batch_for_speculation,
         watches_cost=config.only_if_faster,
+        guide=guide if config.verification == "coupled" else None,
     )
