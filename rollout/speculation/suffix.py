@@ -22,7 +22,7 @@ _LEVELS = (2, 3, 4, 5, 6, 8, 12, 16, 24)  # numbers of tokens in common that are
 _LEVEL_OF = tuple(sum(level <= length for level in _LEVELS) - 1 for length in range(_LONGEST + 1))
 _MOST_PLACES = 16  # looked at, the latest
 _MOST_SAMPLES = 128  # finished ones that a prompt remembers
-_MOST_SALTS = 8  # of which is remembered what follows what in all prompts
+_MOST_SALTS = 4  # of which is remembered what follows what in all prompts
 _MOST_CONTEXTS = 2**14  # of which is remembered what follows them, for each salt
 _SPREAD = 2**32  # a place is the number of its sample, times this, plus its position; a pair of tokens likewise
 _NOTHING: tuple[int, list[int], list[float]] = (-1, [], [])
