@@ -36,8 +36,10 @@ class _Steps:
 
 def _averaged(average: float, value: float) -> float:
     """The exponential average with one value more. What is much longer than usual (a step that is recorded, a machine
-    that does something else) does not count for all that it is."""
-    return value if not average else average + _WEIGHT * (min(value, 2 * average) - average)
+    that does something else) does not count for all that it is; where it came first, it does not count at all."""
+    if value < average / 2 or not average:
+        return value
+    return average + _WEIGHT * (min(value, 2 * average) - average)
 
 
 class Pace:
@@ -86,7 +88,7 @@ class Pace:
         self._has_asked = False
         if not steps.plain:
             return
-        usual = steps.plain + steps.extra_seconds
+        usual = steps.plain + max(steps.extra_seconds, 0.0)
         seconds = min(seconds, 2 * usual) if steps.extra_rows else seconds
         won = num_tokens * steps.plain / num_sequences - seconds
         self._balance += won

@@ -127,3 +127,25 @@ def test_won_and_lost_seconds_are_those_against_plain_steps():
     assert pace.allows(1, 4, 3.0)
     pace.took(1, 5, 1, 0.013)
     assert (pace.seconds_won, pace.seconds_lost) == (pytest.approx(0.025), pytest.approx(0.003))
+
+
+def test_first_steps_that_took_long_by_chance_are_forgotten():
+    # Steps are recorded when there is the first of their kind: a hundred times as long.
+    pace = Pace()
+    for seconds in (1.0, 0.9, 0.01, 0.01):
+        pace.took(1, 1, 1, seconds)
+    assert pace.allows(1, 4, 1.0)
+    pace.took(1, 5, 2, 0.014)
+    assert pace.least_chance(1) == pytest.approx(0.1)
+    assert pace.seconds_won == pytest.approx(0.006)
+
+
+def test_costs_stay_finite_where_plain_steps_seemed_slow():
+    pace = Pace()
+    for _ in range(2):
+        pace.took(1, 1, 1, 1.0)
+    for _ in range(100):
+        has_drafts = pace.allows(1, 4, 2.0)
+        pace.took(1, 5 if has_drafts else 1, 1, 0.012 if has_drafts else 0.01)
+    assert pace.seconds_won < 40
+    assert 0.02 <= pace.least_chance(1) <= 0.1
