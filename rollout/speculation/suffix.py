@@ -127,8 +127,10 @@ class Corpora:
     """The corpora of the prompts asked lately. Those of running samples stay; of the others, the least recently used go
     when all together hold more than `most_tokens`."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, uses_noise: bool = True) -> None:
+        """Without `uses_noise` the most likely token is guessed: for verification that draws with other noise."""
         self._most_tokens = most_tokens
+        self._uses_noise = uses_noise
         self._corpora: OrderedDict[tuple[str | None, bytes], Corpus] = OrderedDict()
         self._followers: OrderedDict[str | None, Followers] = OrderedDict()
         self._chances = {is_greedy: Chances() for is_greedy in (False, True)}
@@ -146,7 +148,7 @@ class Corpora:
             corpus.running.discard(prompt)
             self.num_tokens += corpus.num_tokens
         self._corpora.move_to_end(key)
-        noise = Noise(request.seed, request.sample_index, request.params.is_greedy)
+        noise = Noise(request.seed, request.sample_index, request.params.is_greedy or not self._uses_noise)
         return SuffixDrafter(
             self, corpus, self._followers_of(salt), self._chances[noise.is_greedy], noise, prompt_token_ids
         )

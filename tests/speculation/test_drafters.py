@@ -215,3 +215,20 @@ def test_what_could_have_come_is_forgotten_with_its_sample() -> None:
     (corpus,) = corpora._corpora.values()
     assert len(corpus.likely_at) == len(corpus.samples) - 1
     assert all(place >> 32 in corpus.samples for place in corpus.likely_at)
+
+
+def test_guesses_follow_the_noise_unless_it_is_not_what_draws() -> None:
+    coupled, other = Corpora(10_000), Corpora(10_000, uses_noise=False)
+    for corpora in (coupled, other):
+        for token_id in (20, 20, 20, 21, 21, 22):
+            corpora.drafter(request([1, 2])).close([1, 2, 5, 6, token_id])
+    guesses = {
+        corpora: [
+            corpora.drafter(request([1, 2], temperature=1.0, seed=seed)).propose([1, 2, 5, 6], 1)[0]
+            for seed in range(60)
+        ]
+        for corpora in (coupled, other)
+    }
+    assert set(guesses[coupled]) == {20, 21, 22}
+    assert 15 < guesses[coupled].count(20) < 50
+    assert set(guesses[other]) == {20}
