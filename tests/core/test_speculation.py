@@ -384,6 +384,9 @@ class Knowing(Oracle):
         guesses = ((token, self.rightness ** (place + 1)) for place, token in enumerate(self.propose(token_ids, most)))
         return [(token_id, chance) for token_id, chance in guesses if chance >= least_chance]
 
+    def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        raise AssertionError("the fake runner notes nothing")
+
 
 def test_chances_that_a_drafter_tells_decide_how_many_drafts_there_are():
     for rightness, longest in ((0.9, 8), (0.5, 2), (0.21, 1)):
