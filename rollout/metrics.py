@@ -67,6 +67,7 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
     Where there is speculation, drafts are counted too: those computed, and those that were right, all together and at
     each place among the drafts of a sequence's step, from 1 on. `speculation_seconds_won_total` and `_lost_total` add
     up by how much steps with drafts were faster, or slower, than their tokens would have come without.
+    Of a drafter with KV of its own: the known tokens that it has computed to catch up, and its pool now.
     """
     stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
     num_generated = counters.num_generated_tokens + stats.num_beam_tokens
@@ -89,6 +90,18 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         "tokens_per_second": len(snapshots) * num_generated / max(counters.step_seconds, 1e-9),
         "policy_version": min(snapshot.policy_version for snapshot in snapshots),
         **_draft_metrics([snapshot for snapshot in snapshots if snapshot.drafts]),
+        **_drafter_metrics(stats),
+    }
+
+
+def _drafter_metrics(stats: SchedulerStats) -> dict[str, float]:
+    """Of drafters with KV of their own."""
+    if not stats.num_draft_blocks:
+        return {}
+    return {
+        "drafter_computed_tokens_total": stats.num_drafter_tokens,
+        "drafter_kv_cache_blocks": stats.num_draft_blocks,
+        "drafter_kv_cache_usage": 1 - stats.num_free_draft_blocks / stats.num_draft_blocks,
     }
 
 
