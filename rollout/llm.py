@@ -6,9 +6,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -501,6 +502,11 @@ class LLM:
         with self._lock:
             return self._engine.shared_model()
 
+    def shared_drafter(self) -> nn.Module:
+        """The module of a drafter with weights, likewise; its parameters' names in updates begin with "drafter."."""
+        with self._lock:
+            return self._engine.shared_drafter()
+
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block. False, with nothing changed, while requests are in flight."""
         with self._lock:
@@ -583,7 +589,7 @@ class LLM:
         """Ends requests in flight and gives the memory back, as `sleep(level=2)` does; worker processes are ended."""
         self._engine.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TypeVar
 
-from rollout.core.schedule import SchedulerStats
+from rollout.core.schedule import SchedulePlan, SchedulerStats
+from rollout.request import FinishReason, Request
 
 
 @dataclass(slots=True)
@@ -21,6 +22,19 @@ class EngineCounters:
     peak_blocks_in_use: int = 0
     waste_numerator: int = 0  # sum over steps of KV slots allocated but unused
     waste_denominator: int = 0  # sum over steps of KV slots allocated
+
+    def stepped(
+        self, plan: SchedulePlan, updates: Sequence[tuple[Request, list[int]]], seconds: float, stats: SchedulerStats
+    ) -> None:
+        """Counts a step, and what it gave to which requests. `stats` are those after it."""
+        self.num_steps += 1
+        self.step_seconds += seconds
+        self.num_generated_tokens += sum(len(token_ids) for _, token_ids in updates)
+        self.num_computed_tokens += plan.num_scheduled_tokens
+        self.num_errors += sum(request.finish_reason is FinishReason.ERROR for request, _ in updates)
+        self.peak_blocks_in_use = max(self.peak_blocks_in_use, stats.num_blocks - stats.num_free_blocks)
+        self.waste_numerator += stats.num_slots_allocated - stats.num_slots_used
+        self.waste_denominator += stats.num_slots_allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,7 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
     Where there is speculation, drafts are counted too: those computed, and those that were right, all together and at
     each place among the drafts of a sequence's step, from 1 on. `speculation_seconds_won_total` and `_lost_total` add
     up by how much steps with drafts were faster, or slower, than their tokens would have come without.
+    Of a drafter with KV of its own: the known tokens that it has computed to catch up, and its pool now.
     """
     stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
     num_generated = counters.num_generated_tokens + stats.num_beam_tokens
@@ -75,6 +90,18 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         "tokens_per_second": len(snapshots) * num_generated / max(counters.step_seconds, 1e-9),
         "policy_version": min(snapshot.policy_version for snapshot in snapshots),
         **_draft_metrics([snapshot for snapshot in snapshots if snapshot.drafts]),
+        **_drafter_metrics(stats),
+    }
+
+
+def _drafter_metrics(stats: SchedulerStats) -> dict[str, float]:
+    """Of drafters with KV of their own."""
+    if not stats.num_draft_blocks:
+        return {}
+    return {
+        "drafter_computed_tokens_total": stats.num_drafter_tokens,
+        "drafter_kv_cache_blocks": stats.num_draft_blocks,
+        "drafter_kv_cache_usage": 1 - stats.num_free_draft_blocks / stats.num_draft_blocks,
     }
 
 

@@ -150,6 +150,26 @@ def test_bench_prints_one_line_a_workload(model: str, workload: Path, capsys: py
     assert [line["tokens"] for line in lines] == [1, 3 + 4 + 5 + 6, 3 + 4 + 5 + 6]
 
 
+def test_generate_speculates_where_it_is_told_to(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", model, "--prompt", "hello hello hello", "--max-tokens", "20", "--temperature", "0"]
+    arguments += ["--json", "--ignore-eos", *SMALL_ENGINE]
+    assert main(arguments) == 0
+    plain = capsys.readouterr().out
+    assert main([*arguments, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']) == 0
+    assert capsys.readouterr().out == plain
+
+
+def test_bench_reports_what_was_guessed_and_guesses_no_sample_that_it_has_seen(
+    model: str, workload: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"method": "suffix", "only_if_faster": False}
+    assert main(["bench", model, str(workload), "--speculative-config", json.dumps(config), *SMALL_ENGINE]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["tokens"] == 18
+    assert 0 <= line["accepted_draft_tokens"] <= line["draft_tokens"]
+    assert line["accepted_draft_tokens"] < 12  # of the 14 that another pass with the same seeds could guess
+
+
 def test_bench_says_what_the_machine_allows_and_where_the_time_goes(
     model: str, workload: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +201,9 @@ def test_the_process_started_in_the_past() -> None:
         (["generate", SMOLLM2, "--prompt", "x", "--top-p", "2"], "top_p=2.0"),
         (["generate", SMOLLM2, "--prompt", "x", "--block-size", "0"], "block_size=0"),
         (["generate", SMOLLM2, "--prompts-file", "no/such/file"], "no/such/file"),
+        (["generate", SMOLLM2, "--prompt", "x", "--speculative-config", "ngram"], "--speculative-config ngram is not"),
+        (["generate", SMOLLM2, "--prompt", "x", "--speculative-config", '{"method": "x"}'], "method='x' is not valid"),
+        (["generate", SMOLLM2, "--prompt", "x", "--speculative-config", "[]"], "speculative_config=[] is not valid"),
         (["bench", SMOLLM2], "nothing to measure"),
         (["bench", SMOLLM2, "--startup", "--profile"], "--profile needs workload files"),
         (["bench", SMOLLM2, "no/such/workload.json"], "no/such/workload.json"),

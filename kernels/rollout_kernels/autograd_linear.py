@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -331,19 +331,37 @@ def _linear_token_logprobs_setup(
 ) -> None:
     hidden, weight, token_ids, temperatures, ctx.temperature, ctx.chunk, _, ctx.backend = inputs
     ctx.save_for_backward(hidden, weight, token_ids, temperatures, output[2])
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
 
 
 def _linear_token_logprobs_backward(
-    ctx: Any, grad: torch.Tensor, _: torch.Tensor | None, __: torch.Tensor | None
+    ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, _: torch.Tensor | None
 ) -> Gradients:
     wanted = list(ctx.needs_input_grad[:2])
-    grads = linear_token_logprobs_backward(grad, *ctx.saved_tensors, ctx.temperature, ctx.chunk, *wanted, ctx.backend)
+    if grad is None and grad_entropy is None:
+        return (None,) * 8
+    if grad is None:
+        grad = torch.zeros_like(cast(torch.Tensor, grad_entropy))
+    grads = linear_token_logprobs_backward(
+        grad, grad_entropy, *ctx.saved_tensors, ctx.temperature, ctx.chunk, *wanted, ctx.backend
+    )
     return *map(optional, grads, wanted), None, None, None, None, None, None
+
+
+def _gradient_of_entropy(grad: torch.Tensor, logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+    """Gradient [T, V] of logits with respect to the entropy of their softmax at `temperature`, given that of the
+    entropy [T]: -p (log p + entropy) / temperature."""
+    scale = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    probabilities = torch.softmax(logits / scale, dim=1)
+    parts = torch.special.entr(probabilities)  # -p log p, zero where p is
+    entropy = parts.sum(dim=1, keepdim=True)
+    return parts.sub_(probabilities.mul_(entropy)).mul_(grad[:, None] / scale)
 
 
 def _products_of_linear_token_logprobs(
     grad: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     token_ids: torch.Tensor,
@@ -362,7 +380,11 @@ def _products_of_linear_token_logprobs(
     for rows in _chunks(hidden.shape[0], chunk, kept.shape[0]):
         logits = kept[rows] if rows.stop <= kept.shape[0] else kernels.linear(hidden[rows], weight, None, wide)
         kind = _part(temperature, temperatures, rows)
-        grad_logits = kernels.token_logprobs_backward(logits, token_ids[rows], kind, grad[rows], hidden.dtype)
+        if grad_entropy is None:
+            grad_logits = kernels.token_logprobs_backward(logits, token_ids[rows], kind, grad[rows], hidden.dtype)
+        else:
+            grad_logits = kernels.token_logprobs_backward(logits, token_ids[rows], kind, grad[rows], wide)
+            grad_logits = (grad_logits + _gradient_of_entropy(grad_entropy[rows], logits, kind)).to(hidden.dtype)
         del logits
         with torch.autocast(hidden.device.type, enabled=False):
             if hidden_wanted:
@@ -377,6 +399,7 @@ def _products_of_linear_token_logprobs(
 
 def _products_of_linear_token_logprobs_fake(
     grad: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     token_ids: torch.Tensor,
@@ -403,9 +426,9 @@ linear_token_logprobs = define(
     _linear_token_logprobs_backward,
 )
 linear_token_logprobs_backward = define(
-    "linear_token_logprobs_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor token_ids, Tensor? temperatures, "
-    "Tensor kept, float temperature, int chunk, bool hidden_wanted, bool weight_wanted, str backend) "
-    "-> (Tensor, Tensor)",
+    "linear_token_logprobs_backward(Tensor grad, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
+    "Tensor token_ids, Tensor? temperatures, Tensor kept, float temperature, int chunk, bool hidden_wanted, "
+    "bool weight_wanted, str backend) -> (Tensor, Tensor)",
     _products_of_linear_token_logprobs,
     _products_of_linear_token_logprobs_fake,
 )

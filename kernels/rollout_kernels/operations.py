@@ -447,8 +447,7 @@ def linear_token_logprobs(
 
     hidden is [T, H] and weight [V, H]. The logits of at most `chunk` rows are held at a time, and where a backward pass
     will follow, up to `kept_bytes` of them until then; it computes those of the other rows again. Differentiable with
-    respect to hidden and weight; the entropy is for reporting and has no gradient. Logprobs are bit for bit those of
-    `sample`.
+    respect to hidden and weight, both logprobs and entropy. Logprobs are bit for bit those of `sample`.
     """
     checks.linear(hidden, weight, None, hidden.dtype)
     checks.vector("token_ids", token_ids, hidden.shape[0], torch.int64)

@@ -2,6 +2,8 @@
 
 A workload file holds `{"name", "requests": [{"prompt_token_ids", "max_tokens", "temperature", "seed"}]}`. Each workload
 runs `--passes` times with the prefix cache emptied before each; the last pass counts, since the first one warms up.
+With `--speculative-config` each pass has seeds of its own: what was sampled before is not to be guessed, only what is
+like it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from rollout.commands.engine_options import add_engine_arguments, engine_options
 if TYPE_CHECKING:
     from rollout.commands.roofline import Roofline
     from rollout.llm import LLM
+
+
+_SEEDS_BETWEEN_PASSES = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +51,13 @@ def run(args: argparse.Namespace) -> int:
         _print_line("startup", 1, _seconds_to_first_token(llm))
     roofline = _roofline(llm) if args.roofline else None
     for workload in workloads:
-        passes = [run_pass(llm, workload) for _ in range(args.passes)]
+        passes = []
+        for number in range(args.passes):
+            before = _drafts(llm)
+            passes.append(run_pass(llm, workload, number if llm.config.speculative_config is not None else 0))
         tokens, seconds = passes[-1]
-        _print_line(workload["name"], tokens, seconds)
+        drafts = {name: int(count - before[name]) for name, count in _drafts(llm).items()}
+        _print_line(workload["name"], tokens, seconds, drafts)
         if roofline is not None:
             ceiling = tokens / roofline.workload_seconds(workload, llm.config.max_num_seqs)
             print(f"  {tokens / seconds / ceiling:.0%} of the {ceiling:.1f} tokens/s that matrix products alone allow")
@@ -81,8 +90,17 @@ def read_workload(path: Path) -> dict[str, Any]:
     return workload
 
 
-def run_pass(llm: LLM, workload: dict[str, Any]) -> tuple[int, float]:
-    """One pass over a workload from an empty prefix cache: (tokens sampled, seconds)."""
+def _drafts(llm: LLM) -> dict[str, float]:
+    """How many tokens were guessed since start, and how many of them rightly; nothing without speculation."""
+    if llm.config.speculative_config is None:
+        return {}
+    metrics = llm.get_metrics()
+    return {name: metrics[f"{name}_total"] for name in ("draft_tokens", "accepted_draft_tokens")}
+
+
+def run_pass(llm: LLM, workload: dict[str, Any], number: int = 0) -> tuple[int, float]:
+    """One pass over a workload from an empty prefix cache: (tokens sampled, seconds). Of another number, with other
+    seeds."""
     from rollout.sampling_params import SamplingParams
 
     ignore_eos = workload.get("ignore_eos", True)
@@ -92,7 +110,7 @@ def run_pass(llm: LLM, workload: dict[str, Any]) -> tuple[int, float]:
         SamplingParams(
             temperature=request.get("temperature", 1.0),
             max_tokens=request["max_tokens"],
-            seed=request.get("seed"),
+            seed=None if request.get("seed") is None else request["seed"] + _SEEDS_BETWEEN_PASSES * number,
             ignore_eos=ignore_eos,
         )
         for request in requests
@@ -119,12 +137,13 @@ def seconds_since_process_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _print_line(workload: str, tokens: int, seconds: float) -> None:
+def _print_line(workload: str, tokens: int, seconds: float, drafts: dict[str, int] | None = None) -> None:
     line = {
         "engine": "rollout",
         "workload": workload,
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
+        **(drafts or {}),
     }
     print(json.dumps(line), flush=True)

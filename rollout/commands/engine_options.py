@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 
@@ -25,6 +26,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--enforce-eager", action="store_const", const=True, help="run every step through Python; same results, slower"
     )
     group.add_argument("--quantization", choices=("int8",), help="matrix products with int8 copies of the weights")
+    group.add_argument(
+        "--speculative-config", metavar="JSON", help='guess tokens ahead; same results: \'{"method": "suffix"}\''
+    )
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
 
 
@@ -48,5 +52,11 @@ _FIELDS = (
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments for `LLM` of the flags that were given."""
-    return {name: value for name in _FIELDS if (value := vars(args)[name]) is not None}
+    """The keyword arguments for `LLM` of the flags that were given. Raises `ValueError` where one is not JSON."""
+    options = {name: value for name in _FIELDS if (value := vars(args)[name]) is not None}
+    if args.speculative_config is not None:
+        try:
+            options["speculative_config"] = json.loads(args.speculative_config)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--speculative-config {args.speculative_config} is not JSON: {error}") from None
+    return options

@@ -177,3 +177,6 @@ class SchedulerStats:
     num_slots_allocated: int = 0  # KV slots of blocks in use now, each block counted once
     num_slots_used: int = 0  # of these, slots that hold a token's KV
     num_beam_tokens: int = 0  # sampled by beam searches since start: one a beam and step
+    num_draft_blocks: int = 0  # of a drafter's own pool
+    num_free_draft_blocks: int = 0
+    num_drafter_tokens: int = 0  # known tokens that a drafter with weights has computed since start, its guesses aside

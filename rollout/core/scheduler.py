@@ -525,6 +525,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Gauges and counters now."""
         num_slots_allocated, num_slots_used = self.kv.slots([*self._running, *self._planner.parked])
+        draft_planner = self.draft_planner
+        draft_pool = None if draft_planner is None else draft_planner.kv.pool
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -536,6 +538,9 @@ class Scheduler:
             num_slots_allocated=num_slots_allocated,
             num_slots_used=num_slots_used,
             num_beam_tokens=self._beams.num_tokens,
+            num_draft_blocks=0 if draft_pool is None else draft_pool.num_blocks,
+            num_free_draft_blocks=0 if draft_pool is None else draft_pool.num_free,
+            num_drafter_tokens=0 if draft_planner is None else draft_planner.num_tokens,
         )
 
     def check_integrity(self) -> None:

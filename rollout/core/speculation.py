@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollout.core.pace import Pace
 from rollout.request import Request
@@ -17,6 +17,7 @@ from rollout.request import Request
 _LEAST_CHANCE = 0.2  # that a draft is right, below which its row is not computed where nobody watches the clock
 _WEIGHT = 0.125  # of the last draft in the average of those that were right
 _FIRST_TEXT_RATE = 0.9  # how often a text that has to come is expected to come in its usual tokens, at first
+_PATIENCE = 8  # steps in a row for which guesses were made in vain, before they are made in every eighth step only
 _PROBE_EVERY = 24  # steps after which a sequence whose drafts were wrong is tried again
 
 
@@ -29,6 +30,16 @@ class Drafter(Protocol):
 
     def close(self, token_ids: list[int]) -> None:
         """The sample has ended with these tokens."""
+        ...
+
+
+@runtime_checkable
+class DrafterWithChances(Drafter, Protocol):
+    """One that can tell how likely its guesses are right."""
+
+    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
+        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, each with the
+        chance that it and all before it are right, which is at least `least_chance`."""
         ...
 
 
@@ -50,7 +61,9 @@ class _Sample:
 
     drafter: Drafter | None  # None where a drafter with weights guesses for all
     rate: float  # of the drafts that were looked at, the share that was right; exponential average
+    guesser: DrafterWithChances | None  # the drafter, where it tells chances
     length: int = 0  # how many it should have in the step that comes
+    guesses: list[tuple[int, float]] = field(default_factory=list)  # that its guesser has made for that step
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
     text: list[int] = field(default_factory=list)  # tokens that its grammar lets come in that step: its drafts, if any
     text_rate: float = _FIRST_TEXT_RATE  # of these, the share that was right
@@ -83,6 +96,7 @@ class Speculation:
         self.most_sequences = most_sequences
         self._pace = Pace() if watches_cost else None
         self._least_chance = _LEAST_CHANCE
+        self._num_refused = 0  # steps in a row in which guesses were asked for and not wanted
         self._samples: dict[str, _Sample] = {}
         self._rate = rate  # that new requests begin with: the average over all
         self.num_drafted = [0] * most_drafts  # by place among a step's drafts, since start
@@ -100,16 +114,17 @@ class Speculation:
             return False
         if self._pace is not None:
             self._least_chance = self._pace.least_chance(num_sequences)
+        if self._num_refused >= _PATIENCE and self._num_refused % _PATIENCE:  # guessing takes time, too
+            self._num_refused += 1
+            return False
         num_drafts, num_right = 0, 0.0
         for request in candidates:
             sample = self._sample(request)
-            self._foresee(request, sample)
+            num_right += self._foresee(request, sample)
             num_drafts += sample.length
-            rate = sample.text_rate if sample.text else sample.rate
-            num_right += sum(rate**place for place in range(1, sample.length + 1))
-        if self._pace is None:
-            return num_drafts > 0
-        return self._pace.allows(num_sequences, num_drafts, num_right)
+        allowed = num_drafts > 0 if self._pace is None else self._pace.allows(num_sequences, num_drafts, num_right)
+        self._num_refused = 0 if allowed else self._num_refused + 1
+        return allowed
 
     def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which so many sequences decoded has computed `num_rows`, and brought `num_tokens`."""
@@ -130,6 +145,8 @@ class Speculation:
             return sample.text[:most]
         if not sample.length or sample.drafter is None:
             return []
+        if sample.guesser is not None:
+            return self.allowed(request, [token_id for token_id, _ in sample.guesses[:most]])
         return self.allowed(request, sample.drafter.propose(request.token_ids, min(most, sample.length)))
 
     def length(self, request: Request) -> int:
@@ -151,19 +168,31 @@ class Speculation:
     def _sample(self, request: Request) -> _Sample:
         sample = self._samples.get(request.request_id)
         if sample is None:
-            sample = self._samples[request.request_id] = _Sample(self._new_drafter(request), self._rate)
+            drafter = self._new_drafter(request)
+            guesser = drafter if isinstance(drafter, DrafterWithChances) else None
+            sample = self._samples[request.request_id] = _Sample(drafter, self._rate, guesser)
         return sample
 
     def _new_drafter(self, request: Request) -> Drafter | None:
         return None if self._make_drafter is None else self._make_drafter(request)
 
-    def _foresee(self, request: Request, sample: _Sample) -> None:
-        """How many drafts it should have in the step that comes, and the text that it has to go on with."""
-        sample.text = []
+    def _foresee(self, request: Request, sample: _Sample) -> float:
+        """Settles how many drafts it should have in the step that comes, and what they are if that is known: the text
+        that it has to go on with, or what its drafter is sure enough of. Returns how many are expected to be right."""
+        sample.text, sample.guesses = [], []
+        rate = sample.rate
         if self._guide is not None and request.params.structured_outputs is not None:
             length = self._length(sample.text_rate)
             sample.text = self._guide.next_tokens(request)[:length] if length else []
-        sample.length = len(sample.text) or self._next_length(sample)
+        if sample.text:
+            rate, sample.length = sample.text_rate, len(sample.text)
+        elif sample.guesser is not None:
+            sample.guesses = sample.guesser.guess(request.token_ids, self.most_drafts, self._least_chance)
+            sample.length = len(sample.guesses)
+            return sum(chance for _, chance in sample.guesses)
+        else:
+            sample.length = self._next_length(sample)
+        return sum(rate**place for place in range(1, sample.length + 1))
 
     def _length(self, rate: float) -> int:
         """How many drafts are worth their rows, if each is right so often."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rollout.config import EngineConfig
-from rollout.core.schedule import SchedulePlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.engine.garbage import collection_paused
 from rollout.engine.lock import FairLock
@@ -284,7 +284,7 @@ class EngineCore:
             self._ended_between_steps = updates
             raise
         seconds = time.perf_counter() - started
-        self._count(plan, stepped, seconds)
+        self.counters.stepped(plan, stepped, seconds, self.scheduler.stats())
         speculation = self.scheduler.speculation
         if speculation is not None and plan.num_scheduled_tokens == len(plan.draws):
             num_tokens = sum(len(token_ids) for _, token_ids in stepped)
@@ -371,6 +371,14 @@ class EngineCore:
         if self._guard is None:
             self._guard = SharedWeightsGuard(self.parameters())
         return self._worker.model
+
+    def shared_drafter(self) -> nn.Module:
+        """The module that guesses. From now on `sleep(level=2)` keeps the weights, its own and the model's. Raises
+        `ValueError` where there is no drafter with weights."""
+        if self._worker.drafter is None:
+            raise ValueError(f"speculative_config={self.config.speculative_config!r} has no drafter with weights")
+        self.shared_model()
+        return self._worker.drafter.module
 
     @property
     def is_sleeping(self) -> bool:
@@ -687,16 +695,3 @@ class EngineCore:
 
     def _abort_all(self) -> None:
         self.abort([request.request_id for request in self.scheduler.unfinished()])
-
-    def _count(self, plan: SchedulePlan, updates: list[Update], seconds: float) -> None:
-        counters = self.counters
-        counters.num_steps += 1
-        counters.step_seconds += seconds
-        counters.num_generated_tokens += sum(len(token_ids) for _, token_ids in updates)
-        counters.num_computed_tokens += plan.num_scheduled_tokens
-        counters.num_errors += sum(request.finish_reason is FinishReason.ERROR for request, _ in updates)
-        stats = self.scheduler.stats()
-        in_use = stats.num_blocks - stats.num_free_blocks
-        counters.peak_blocks_in_use = max(counters.peak_blocks_in_use, in_use)
-        counters.waste_numerator += stats.num_slots_allocated - stats.num_slots_used
-        counters.waste_denominator += stats.num_slots_allocated

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore, Update
 from rollout.engine.lock import FairLock
@@ -89,6 +91,8 @@ class Engine(Protocol):
     def verify(self) -> Receipt: ...
 
     def shared_model(self) -> CausalLM: ...
+
+    def shared_drafter(self) -> nn.Module: ...
 
     def reset_prefix_cache(self) -> bool: ...
 

@@ -506,6 +506,9 @@ class EngineReplicas:
     def shared_model(self) -> NoReturn:
         self._refuse("shared_model", "a trainer in this process cannot share tensors of other processes")
 
+    def shared_drafter(self) -> NoReturn:
+        self._refuse("shared_drafter", "a trainer in this process cannot share tensors of other processes")
+
     def resize_kv_cache(self, num_bytes: int) -> NoReturn:
         self._refuse("resize_kv_cache", "the pools of other processes have the size that they were started with")
 

@@ -30,6 +30,7 @@ from rollout.sampling_options import StructuredOutputsParams
 from rollout.sampling_params import SamplingParams
 
 _NUM_KEPT = 256  # compiled grammars
+_MOST_BYTES_AHEAD = 128  # of a text that has to come next
 _END_OF_GRAMMAR = "<|end of grammar|>"
 _LIMITS = LLParserLimits(verbose_errors=False)  # llguidance's own, with reasons of a line in place of its whole state
 
@@ -193,11 +194,12 @@ class Grammars:
 
     def next_tokens(self, state: SampleState, params: SamplingParams) -> list[int]:
         """What writes the text that has to come next, as far as there is only one: in the tokens that the tokenizer
-        makes of it. Others may spell it too. Empty where the text is not certain for a whole token."""
+        makes of its beginning, whatever follows. Others may spell it too."""
         place = self._position(state, params)
         if place.move_to(state, len(state.token_ids)) is not None:
             return []
-        return _before_end(place.matcher.compute_ff_tokens(), state)
+        text = place.matcher.compute_ff_bytes()[:_MOST_BYTES_AHEAD]
+        return _before_end(self._tokenizer.tokenize_partial(text)[0], state) if text else []
 
     def num_allowed(self, state: SampleState, params: SamplingParams, draft_token_ids: Sequence[int]) -> int:
         """How many of the first guesses of what follows the sample's tokens go on with its grammar. One that ends the

@@ -29,8 +29,9 @@ class SpeculativeConfig:
 
     `method` says where the guesses come from. "ngram": what followed the last time that the sample's own tokens, prompt
     and output, ended as they do now, in the longest n-gram of `prompt_lookup_min` to `prompt_lookup_max` tokens.
-    "suffix": what mostly followed there, and in the other samples of the same prompt, running or finished, of this call
-    and of earlier ones; `suffix_decoding_max_cached_tokens` (ours) is how many tokens of finished ones are remembered.
+    "suffix": what the sample's noise makes of all that followed there, and in the other samples of the same prompt,
+    running or finished, of this call and of earlier ones, and after the same tokens in any sample;
+    `suffix_decoding_max_cached_tokens` (ours) is how many tokens of finished ones are remembered.
     "draft_model": what a smaller model with the same vocabulary draws. "medusa", "eagle": what heads on the model's own
     hidden states do. `model` is the folder of their weights. `draft_kv_cache_memory` (ours; bytes, or text such as
     "512MiB") is for the keys and values of a draft model or of EAGLE's layer; without it the sequences of a full batch

@@ -78,7 +78,8 @@ class DraftModel:
 
     @property
     def _max_blocks(self) -> int:
-        return -(-self._longest // self._host.config.block_size)
+        """Of a sequence's table, which may be longer than what the draft model was made for."""
+        return -(-self._host.longest // self._host.config.block_size)
 
     @property
     def _captures(self) -> bool:

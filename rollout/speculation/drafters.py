@@ -23,7 +23,7 @@ def make_speculation(config: SpeculativeConfig | None, guide: Guide | None = Non
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def suffix(request: Request) -> Drafter:
-        return corpora.drafter(request.prompt_token_ids, request.cache_salt)
+        return corpora.drafter(request)
 
     make_drafter = ngram if config.method == "ngram" else suffix
     return Speculation(

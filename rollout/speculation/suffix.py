@@ -1,8 +1,8 @@
 """Suffix matching over all samples of a prompt: those that run, and those of earlier calls.
 
 In the manner of suffix decoding (Oliaro et al., "SuffixDecoding", 2024): samples of one prompt resemble each other, and
-those of the next epoch resemble these. Nothing here comes from weights, so that no policy update makes it stale, only
-less alike.
+those of the next epoch resemble these. Unlike there, a guess is not what mostly followed, but what this sample's own
+noise makes of it (`race.py`). Nothing comes from weights, so that no policy update makes it stale, only less alike.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from rollout.request import Request
+from rollout.speculation.chances import Chances
+from rollout.speculation.followers import Followers
+from rollout.speculation.race import Noise, first_to_arrive
+
 _CONTEXT = 2  # tokens that a place must have in common with the end of a sample, to be looked at
 _LONGEST = 24  # tokens of which more in common count for nothing
-_MOST_PLACES = 24  # looked at, the latest
-_LEAST_SHARE = 0.2  # of the places' weight, that has to agree on all guesses so far
+_LEVELS = (2, 3, 4, 5, 6, 8, 12, 16, 24)  # numbers of tokens in common that are told apart
+_LEVEL_OF = tuple(sum(level <= length for level in _LEVELS) - 1 for length in range(_LONGEST + 1))
+_MOST_PLACES = 16  # looked at, the latest
 _MOST_SAMPLES = 128  # finished ones that a prompt remembers
-_SPREAD = 2**32  # a place is the number of its sample, times this, plus its position
+_MOST_SALTS = 8  # of which is remembered what follows what in all prompts
+_MOST_CONTEXTS = 2**14  # of which is remembered what follows them, for each salt
+_SPREAD = 2**32  # a place is the number of its sample, times this, plus its position; a pair of tokens likewise
 
 
 @dataclass(slots=True)
@@ -27,7 +35,7 @@ class Corpus:
     """
 
     samples: dict[int, array[int]] = field(default_factory=dict)
-    places: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    places: dict[int, list[int]] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     next_number: int = 0
     num_tokens: int = 0
@@ -48,7 +56,7 @@ class Corpus:
         sample.extend(token_ids)
         self.num_tokens += len(token_ids)
         for position in range(max(start, _CONTEXT), len(sample)):
-            key = (sample[position - 2], sample[position - 1])
+            key = sample[position - 2] * _SPREAD + sample[position - 1]
             known = places.get(key)
             if known is None:
                 places[key] = [number * _SPREAD + position]
@@ -70,50 +78,40 @@ class Corpus:
     def _left(self, known: list[int]) -> list[int]:
         return [place for place in known if place // _SPREAD in self.samples]
 
-    def propose(self, number: int, most: int) -> list[int]:
-        """Up to `most` guesses of what follows a sample: what most places that read like its end go on with, a place
-        counting the more the further back it does."""
-        sample = self.samples[number]
-        if len(sample) < _CONTEXT:
-            return []
-        known = self.places.get((sample[-2], sample[-1]), [])
-        weighted: list[tuple[array[int], int, int]] = []  # sample, position, weight
-        for place in reversed(known[-_MOST_PLACES:]):
-            other, position = self.samples[place // _SPREAD], place % _SPREAD
-            length = _CONTEXT
-            limit = min(position, len(sample), _LONGEST)
-            while length < limit and other[position - length - 1] == sample[-length - 1]:
+    def likely(self, end: list[int]) -> tuple[dict[int, float], float]:
+        """Estimated probabilities of what comes after `end`, from places that read like it, and how much is not given.
+
+        For each length in common, the longest first, the tokens after n places with as much in common share n / (n + 1)
+        of the probability that is still to be given away (Witten-Bell smoothing with one escape a level).
+        """
+        likely: dict[int, float] = {}
+        known = self.places.get(end[-2] * _SPREAD + end[-1])
+        if known is None:
+            return likely, 1.0
+        samples = self.samples
+        counts = [0] * len(_LEVELS)
+        followers: list[tuple[int, int]] = []  # token, level
+        most = min(len(end), _LONGEST)
+        for place in known[-_MOST_PLACES:]:
+            other, position = samples[place // _SPREAD], place % _SPREAD
+            length, limit = _CONTEXT, min(position, most)
+            while length < limit and other[position - length - 1] == end[-length - 1]:
                 length += 1
-            weighted.append((other, position, length * length))
-        whole = sum(weight for _, _, weight in weighted)
-        drafts: list[int] = []
-        while weighted and len(drafts) < most:
-            votes: dict[int, int] = {}
-            for other, position, weight in weighted:
-                token_id = _token(other, position, sample, drafts)
-                if token_id is not None:
-                    votes[token_id] = votes.get(token_id, 0) + weight
-            if not votes:
-                break
-            best = max(votes, key=votes.__getitem__)  # of equals the latest
-            if votes[best] < _LEAST_SHARE * whole:
-                break
-            weighted = [
-                (other, position + 1, weight)
-                for other, position, weight in weighted
-                if _token(other, position, sample, drafts) == best
-            ]
-            drafts.append(best)
-        return drafts
-
-
-def _token(other: array[int], position: int, sample: array[int], drafts: list[int]) -> int | None:
-    """What stands there; of the sample itself, beyond its end, its guesses."""
-    if position < len(other):
-        return other[position]
-    if other is sample and position - len(other) < len(drafts):
-        return drafts[position - len(other)]
-    return None
+            level = _LEVEL_OF[length]
+            counts[level] += 1
+            followers.append((other[position], level))
+        rest, num_places = 1.0, 0
+        weights = [0.0] * len(_LEVELS)
+        for level in reversed(range(len(_LEVELS))):
+            num_places += counts[level]
+            if num_places:
+                rest /= num_places + 1
+                weights[level] = rest
+        for level in range(1, len(_LEVELS)):
+            weights[level] += weights[level - 1]
+        for token_id, level in followers:
+            likely[token_id] = likely.get(token_id, 0.0) + weights[level]
+        return likely, rest
 
 
 class Corpora:
@@ -123,11 +121,14 @@ class Corpora:
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
         self._corpora: OrderedDict[tuple[str | None, bytes], Corpus] = OrderedDict()
+        self._followers: OrderedDict[str | None, Followers] = OrderedDict()
+        self._chances = {is_greedy: Chances() for is_greedy in (False, True)}
         self.num_tokens = 0  # of all of them, prompts included
 
-    def drafter(self, prompt_token_ids: list[int], cache_salt: str | None) -> SuffixDrafter:
+    def drafter(self, request: Request) -> SuffixDrafter:
         """That of another sample of this prompt. Requests with different salts share nothing."""
-        key = (cache_salt, array("q", prompt_token_ids).tobytes())
+        prompt_token_ids, salt = request.prompt_token_ids, request.cache_salt
+        key = (salt, array("q", prompt_token_ids).tobytes())
         corpus = self._corpora.get(key)
         if corpus is None:
             corpus = self._corpora[key] = Corpus()
@@ -136,7 +137,19 @@ class Corpora:
             corpus.running.discard(prompt)
             self.num_tokens += corpus.num_tokens
         self._corpora.move_to_end(key)
-        return SuffixDrafter(self, corpus, prompt_token_ids)
+        noise = Noise(request.seed, request.sample_index, request.params.is_greedy)
+        return SuffixDrafter(
+            self, corpus, self._followers_of(salt), self._chances[noise.is_greedy], noise, prompt_token_ids
+        )
+
+    def _followers_of(self, salt: str | None) -> Followers:
+        followers = self._followers.get(salt)
+        if followers is None:
+            followers = self._followers[salt] = Followers(min(self._most_tokens, _MOST_CONTEXTS))
+            if len(self._followers) > _MOST_SALTS:
+                self._followers.popitem(last=False)
+        self._followers.move_to_end(salt)
+        return followers
 
     def make_room(self) -> None:
         """Forgets prompts of which nothing runs."""
@@ -155,18 +168,53 @@ class Corpora:
 class SuffixDrafter:
     """One sample of a corpus."""
 
-    def __init__(self, corpora: Corpora, corpus: Corpus, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        corpora: Corpora,
+        corpus: Corpus,
+        followers: Followers,
+        chances: Chances,
+        noise: Noise,
+        prompt_token_ids: list[int],
+    ) -> None:
         self._corpora = corpora
         self._corpus = corpus
+        self._followers = followers
+        self._chances = chances
+        self._noise = noise
         beginning = prompt_token_ids[-_LONGEST:]
         self._number = corpus.open(beginning)
         self._num_seen = len(prompt_token_ids)
+        self._guesses: list[tuple[int, int]] = []  # the last ones, offered or not: token, bin of its chance
         corpora.num_tokens += len(beginning)
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
-        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call."""
+        """Up to `most` guesses of what follows `token_ids`, however unlikely."""
+        return [token_id for token_id, _ in self.guess(token_ids, most, 0.0)]
+
+    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
+        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, each with the
+        chance that it and all before it are right, which is at least `least_chance`."""
         self._catch_up(token_ids)
-        return self._corpus.propose(self._number, most)
+        end = token_ids[-_LONGEST:]
+        drafts: list[tuple[int, float]] = []
+        self._guesses = []
+        chance = 1.0
+        while len(drafts) < most and len(end) >= _CONTEXT:
+            likely, rest = self._corpus.likely(end)
+            self._followers.add_to(likely, rest, end[-2], end[-1])
+            if not likely:
+                break
+            mass = sum(likely.values())
+            winner = first_to_arrive(likely.items(), mass, self._noise, len(token_ids) + len(drafts))
+            kind = self._chances.bin_of(winner, mass)
+            self._guesses.append((winner.token_id, kind))
+            chance *= self._chances.of(kind)
+            if chance < least_chance:
+                break
+            drafts.append((winner.token_id, chance))
+            end.append(winner.token_id)
+        return drafts
 
     def close(self, token_ids: list[int]) -> None:
         """The sample has ended with these tokens, which others may go on to resemble."""
@@ -178,7 +226,15 @@ class SuffixDrafter:
 
     def _catch_up(self, token_ids: list[int]) -> None:
         new = token_ids[self._num_seen :]
-        if new:
-            self._corpus.extend(self._number, new)
-            self._corpora.num_tokens += len(new)
-            self._num_seen = len(token_ids)
+        if not new:
+            return
+        for token_id, (guess, kind) in zip(new, self._guesses, strict=False):
+            self._chances.saw(kind, guess == token_id)
+            if guess != token_id:
+                break
+        self._guesses = []
+        self._corpus.extend(self._number, new)
+        self._corpora.num_tokens += len(new)
+        for position in range(max(self._num_seen, _CONTEXT), len(token_ids)):
+            self._followers.add(*token_ids[position - 2 : position + 1])
+        self._num_seen = len(token_ids)

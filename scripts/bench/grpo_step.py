@@ -45,7 +45,7 @@ def main() -> None:
         model=args.model,
         steps=args.steps,
         sampling=SamplingSection(temperature=1.0, max_tokens=MAX_TOKENS),
-        algorithm=AlgorithmSection(group_size=SAMPLES, prompts_per_step=PROMPTS, aggregation="token_mean"),
+        algorithm=AlgorithmSection(group_size=SAMPLES, prompts_per_step=PROMPTS),
         optimizer=OptimizerSection(learning_rate=1e-6, schedule="linear"),
     )
     engine = LLM(args.model, dtype=args.dtype, max_model_len=512, kv_cache_memory="512 MiB")

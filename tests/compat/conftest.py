@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 import rollout.compat
-
-SMALL = {"kv_cache_memory": "1MiB", "block_size": 4, "max_num_batched_tokens": 64}
+from tests.support.trl import ENGINE
 
 
 @pytest.fixture
 def stand_in() -> Iterator[None]:
-    rollout.compat.install(**SMALL)
+    rollout.compat.install(**ENGINE)
     yield
     rollout.compat.uninstall()

@@ -24,9 +24,9 @@ from rollout.errors import (
 from tests.support.oracle import load_reference, reference_logprobs
 
 PROMPT = [5, 17, 99, 3, 64, 28, 11]
-SMALL = {"kv_cache_memory": "1MiB", "block_size": 4}
+SMALL: dict[str, Any] = {"kv_cache_memory": "1MiB", "block_size": 4}
 # What TRL 1.16 passes, apart from the model.
-TRL = {
+TRL: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "gpu_memory_utilization": 0.3,
     "max_model_len": None,
@@ -40,6 +40,7 @@ TRL = {
     "quantization": None,
     "trust_remote_code": False,
 }
+BOTH = TRL | SMALL
 TOKENS = SamplingParams(temperature=0.7, max_tokens=6, logprobs=0, ignore_eos=True)
 
 
@@ -51,7 +52,7 @@ def checkpoints(tiny_model: Callable[..., Path]) -> tuple[Path, Path]:
 
 @pytest.fixture
 def llm(checkpoints: tuple[Path, Path]) -> Iterator[LLM]:
-    with LLM(checkpoints[0], **TRL | SMALL) as llm:
+    with LLM(checkpoints[0], **BOTH) as llm:
         yield llm
 
 
@@ -158,7 +159,10 @@ def test_equal_rows_are_samples_of_one_prompt_that_is_computed_once(llm: LLM, ch
     assert [output.prompt_token_ids for output in outputs] == [PROMPT] * 4 + [other] * 2 + [PROMPT]
     assert all(len(output.outputs) == 1 and output.outputs[0].index == 0 for output in outputs)
     samples = [sample for output in expected for sample in output.outputs]
-    assert [output.outputs[0].token_ids for output in outputs] == [sample.token_ids for sample in samples]
+    for output, sample in zip(outputs, samples, strict=True):  # bit for bit, under their own seeds and indices
+        row = output.outputs[0]
+        assert (row.token_ids, row.seed, row.sample_index) == (sample.token_ids, sample.seed, sample.sample_index)
+        assert np.array_equal(row.sampled_logprobs, sample.sampled_logprobs)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 7
     assert llm.engine.counters.num_computed_tokens == computed
 
@@ -206,7 +210,8 @@ def test_what_this_engine_does_not_do_is_refused_by_name(checkpoints: tuple[Path
 
 @pytest.mark.slow
 def test_engines_in_processes_of_their_own_take_pushed_weights(checkpoints: tuple[Path, Path]):
-    with LLM(checkpoints[0], **TRL | SMALL | {"data_parallel_size": 2, "num_threads": 1}) as llm:
+    replicas: dict[str, Any] = {"data_parallel_size": 2, "num_threads": 1}
+    with LLM(checkpoints[0], **BOTH | replicas) as llm:
         push(llm, checkpoints[1])
         llm.reset_prefix_cache()
         outputs = llm.generate(rows(PROMPT, PROMPT, [8, 9, 10]), TOKENS)

@@ -14,6 +14,9 @@ from rollout.core.schedule import DraftPlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.core.speculation import Speculation
 from rollout.request import FinishReason, Request
+from rollout.sampling_options import StructuredOutputsParams
+from rollout.sampling_params import SamplingParams
+from tests.core.test_beam_groups import BeamWish, check_found
 from tests.core.test_scheduler_properties import (
     MAX_MODEL_LEN,
     VOCAB,
@@ -25,7 +28,7 @@ from tests.core.test_scheduler_properties import (
 )
 from tests.support.core_requests import continue_from, is_idle, make_family, make_request, shape
 from tests.support.fake_drafter import FakeDrafter
-from tests.support.fake_runner import FakeRunner, expected_output
+from tests.support.fake_runner import FakeRunner, expected_output, next_token
 
 ROOM = SchedulerConfig(8, 64, 64, 4, 64, num_draft_blocks=64)  # blocks of 4 tokens
 
@@ -71,7 +74,7 @@ def assert_as_alone(runner: FakeRunner, *requests: Request) -> None:
         assert request.output_token_ids == expected_output(request, runner.vocab, 64)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     configs(),
     st.lists(wishes(), min_size=1, max_size=6),
@@ -167,7 +170,7 @@ class InterruptedGuesses(Interruptions):
 
 TestInterruptedGuesses = InterruptedGuesses.TestCase
 TestInterruptedGuesses.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -184,6 +187,8 @@ def test_the_drafter_catches_up_once_and_then_computes_what_is_new():
         [("a/0", 16, 5, 4)],
     ]
     assert plans == [[("a/0", 10, 5)], [("a/0", 15, 5)], [("a/0", 20, 5)]]
+    stats = runner.scheduler.stats()
+    assert (stats.num_drafter_tokens, stats.num_draft_blocks, stats.num_free_draft_blocks) == (21, 64, 64 - 6)
     runner.run()
     assert_as_alone(runner, request)
 
@@ -333,6 +338,20 @@ def test_nothing_is_guessed_that_could_not_be_used(max_tokens: int):
     assert_as_alone(runner, request)
 
 
+def test_a_long_prompt_is_not_caught_up_for_the_sake_of_a_few_tokens():
+    runner, drafter = make(replace(ROOM, num_blocks=256, num_draft_blocks=256))
+    planned: dict[str, int] = {}
+    for arrival, (name, max_tokens) in enumerate({"a": 3, "b": 4, "c": 3}.items()):
+        request = make_request(name, range(40), max_tokens=max_tokens, arrival=arrival)
+        runner.add(request)
+        runner.run()
+        assert_as_alone(runner, request)
+        assert held(runner) == 0
+        planned[name] = sum(len(sequence.token_ids) for plan in drafter.plans for sequence in plan.sequences)
+        drafter.plans.clear()
+    assert planned == {"a": 0, "b": 41, "c": 1}  # 41 tokens for 2, for 3; then all but one can be hit
+
+
 def test_guesses_share_the_token_budget():
     runner, drafter = make(SchedulerConfig(4, 5, 40, 4, 40, num_draft_blocks=40), most_drafts=16)
     for name in "ab":
@@ -429,6 +448,34 @@ def test_where_the_pool_is_short_those_go_without_kv_that_are_not_drafted_now():
     assert first.num_preemptions == second.num_preemptions == 0
 
 
+def test_those_go_first_that_were_drafted_longest_ago():
+    # After the first plan each of four requests has 3 of the pool's 13 blocks.
+    runner, drafter = make(replace(ROOM, num_draft_blocks=13), rightness=0.0, most_drafts=1)
+    speculation = runner.scheduler.speculation
+    assert speculation is not None
+    requests = [make_request(name, [i] * 9, max_tokens=40, arrival=i) for i, name in enumerate("abcd")]
+    for request in requests:
+        runner.add(request)
+    steps(runner, 2)
+    assert len(drafter.plans) == 1 and held(runner) == 12
+
+    def draft_only(name: str) -> str:
+        """A step that is guessed for this request alone; who holds draft blocks behind it."""
+        for request in requests:
+            for _ in range(60):
+                speculation.verified(request, 1, int(request.request_id[0] == name))
+        runner.step()
+        assert [sequence.request_id[0] for sequence in drafter.plans[-1].sequences] == [name]
+        return "".join(other.request_id[0] for other in requests if drafter.planner.kv.holds_blocks(other))
+
+    assert [draft_only(name) for name in "dbc"] == ["abcd"] * 3
+    holders = [draft_only("c") for _ in range(20)]  # it needs a block more every fourth time
+    assert holders == sorted(holders, key=len, reverse=True)
+    assert list(dict.fromkeys(holders)) == ["abcd", "bcd", "bc"]
+    runner.run()
+    assert_as_alone(runner, *requests)
+
+
 def test_a_pool_that_is_too_small_is_neither_an_error_nor_a_preemption():
     for num_draft_blocks in (1, 2, 3, 4, 5, 6):
         runner, drafter = make(replace(ROOM, num_draft_blocks=num_draft_blocks))
@@ -523,12 +570,47 @@ def test_a_reset_and_another_pool_forget_the_drafters_kv():
     assert_as_alone(runner, request)
 
 
-def test_beam_searches_and_requests_with_a_state_are_not_drafted():
-    runner, drafter = make()
-    family = make_family("forced", [1, 2], max_tokens=6, forced=[0, 1, 2, 3, 4, 0])
-    runner.add(family[0])
+def test_forced_tokens_and_beams_are_not_drafted():
+    runner, drafter = make(vocab=VOCAB)
+    search = BeamWish((0, 1, 2, 3, 0), 3, 6, 1.0, False, (), 0)
+    beams, plain = search.request("beams"), make_request("plain", [1, 2], max_tokens=12, arrival=1)
+    forced = make_family("forced", [1, 2], max_tokens=6, arrival=2, forced=[0, 1, 2, 3, 4, 0])[0]
+    for request in (beams, plain, forced):
+        runner.add(request)
     runner.run()
-    assert drafter.plans == [] and family[0].output_token_ids == [0, 1, 2, 3, 4, 0]
+    drafted = {sequence.request_id for plan in drafter.plans for sequence in plan.sequences}
+    assert drafted == {"plain/0"}
+    check_found(beams, search)
+    assert forced.output_token_ids == [0, 1, 2, 3, 4, 0]
+    assert_as_alone(runner, plain)
+
+
+class Prescribes:
+    """A guide that knows the next two tokens of requests with a grammar for a while, and then allows one guess."""
+
+    def next_tokens(self, request: Request) -> list[int]:
+        tokens = list(request.token_ids)
+        for _ in range(2):
+            tokens.append(next_token(tuple(tokens), request.seed, request.sample_index, 50))
+        return tokens[-2:] if request.num_output_tokens < 7 else []
+
+    def num_allowed(self, request: Request, draft_token_ids: list[int]) -> int:
+        return len(draft_token_ids) if request.num_output_tokens < 7 else 1
+
+
+def test_text_that_a_grammar_prescribes_is_drafted_without_the_drafter():
+    speculation = Speculation(None, 4, 8, 1.0, guide=Prescribes())
+    runner = FakeRunner(Scheduler(ROOM, speculation), vocab=50)
+    drafter = runner.drafter = FakeDrafter(runner.scheduler, runner.requests, 50)
+    params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="a*"))
+    request = Request("a", "a", list(range(10)), params, seed=0, sample_index=0, max_tokens=20)
+    runner.add(request)
+    plans = [shape(runner.step_plan()) for _ in range(4)]
+    assert plans[1:3] == [[("a", 10, 3)], [("a", 13, 3)]]
+    assert [parts(plan) for plan in drafter.plans] == [[("a", 0, 17, 4)]]
+    assert plans[3] == [("a", 16, 2)]  # of four guesses its grammar allows one
+    runner.run()
+    assert_as_alone(runner, request)
 
 
 def test_more_guesses_than_were_asked_for_are_an_error_of_the_drafter():

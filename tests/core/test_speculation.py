@@ -384,3 +384,39 @@ def test_a_slow_step_by_chance_does_not_decide():
         return 30 * usual if next(numbers) % 37 == 0 else usual
 
     assert rows_of_steps(watching(1.0), seconds, 300).count(5) > 200
+
+
+class Knowing(Oracle):
+    """Right with the chance that it tells."""
+
+    asked = 0
+
+    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
+        self.asked += 1
+        guesses = ((token, self.rightness ** (place + 1)) for place, token in enumerate(self.propose(token_ids, most)))
+        return [(token_id, chance) for token_id, chance in guesses if chance >= least_chance]
+
+
+def test_chances_that_a_drafter_tells_decide_how_many_drafts_there_are():
+    for rightness, longest in ((0.9, 8), (0.5, 2), (0.21, 1)):
+        request = make_request("a", [1, 2, 3], max_tokens=50)
+        drafters: list[Knowing] = []
+
+        def make(request: Request, rightness: float = rightness, drafters: list[Knowing] = drafters) -> Drafter:
+            drafters.append(Knowing(request, rightness, 50))
+            return drafters[-1]
+
+        speculation = Speculation(make, 8, 8, rate=0.0)
+        run(request, speculation, vocab=50)
+        assert request.output_token_ids == expected_output(request, 50, 64)
+        assert speculation.num_drafted[longest - 1] > 0 and not any(speculation.num_drafted[longest:])
+        assert len(drafters) == 1 and drafters[0].closed_with == request.token_ids
+
+
+def test_guesses_that_nobody_wants_are_asked_for_now_and_then():
+    request = make_request("a", [1, 2, 3], max_tokens=60)
+    drafter = Knowing(request, 0.1, 50)
+    speculation = Speculation(lambda request: drafter, 4, 8)
+    run(request, speculation, vocab=50)
+    assert not any(speculation.num_drafted)
+    assert 8 < drafter.asked < 20  # of 58 steps

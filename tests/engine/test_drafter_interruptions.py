@@ -61,7 +61,7 @@ def check(llm: LLM, outputs: list[RequestOutput], wanted: list[RequestOutput]) -
     for mine, other in zip(outputs, wanted, strict=True):
         for sample, expected in zip(mine.outputs, other.outputs, strict=True):
             assert_same(sample, expected)
-    assert num_held(llm) == 0
+    assert llm.get_metrics()["drafter_kv_cache_usage"] == num_held(llm) == 0
     scheduler(llm).check_integrity()
 
 
@@ -107,10 +107,10 @@ def test_an_interrupted_drafter_loses_nothing(
     assert failing.num_calls > call
 
 
-@pytest.mark.parametrize("memory", ["16KiB", "48KiB", "1MiB"])
+@pytest.mark.parametrize(("memory", "num_blocks"), [("16KiB", 2), ("48KiB", 6), ("1MiB", 128)])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_small_pools_of_both_change_nothing(
-    folders: tuple[Path, Path], wanted: list[RequestOutput], memory: str, mode: str
+    folders: tuple[Path, Path], wanted: list[RequestOutput], memory: str, num_blocks: int, mode: str
 ) -> None:
     # The engine preempts, the drafter's KV goes and comes back, prompts come in chunks.
     llm = make(
@@ -127,6 +127,8 @@ def test_small_pools_of_both_change_nothing(
     metrics = llm.get_metrics()
     assert metrics["num_preemptions_total"] > 0
     assert 0 < metrics["accepted_draft_tokens_total"] == metrics["draft_tokens_total"]
+    assert metrics["drafter_kv_cache_blocks"] == num_blocks
+    assert metrics["drafter_computed_tokens_total"] > 40
 
 
 def test_another_kv_pool_and_a_reset_change_nothing(folders: tuple[Path, Path], wanted: list[RequestOutput]) -> None:

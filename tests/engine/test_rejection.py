@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout import LLM, RequestOutput, SamplingParams
+from rollout import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from rollout.core.speculation import Drafter, Speculation
 from rollout.request import Request
 from rollout.speculation.ngram import NgramDrafter
 from tests.support.chi_square import chi_square
+from tests.support.drafters import make_eagle, make_medusa
 from tests.support.oracle import load_reference
 from tests.support.sampling import log_softmax, simple_kept
 from tests.support.tiny import make_tiny_llama
@@ -59,7 +61,7 @@ PROMPT = [
 ]
 FIRST = 5  # forced, since nobody guesses a sample's first token
 TEMPERATURE, TOP_P = 0.7, 0.9
-NUM_RUNS = 2500
+NUM_RUNS = 1200
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 NGRAM = {
     "method": "ngram",
@@ -74,7 +76,10 @@ NGRAM = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    return make_tiny_llama(path, vocab_size=VOCAB, hidden_size=32, num_heads=2, num_kv_heads=1, eos_token_id=None)
+    make_tiny_llama(path / "other", vocab_size=VOCAB, hidden_size=32, eos_token_id=None, seed=1)
+    make_medusa(path / "medusa", vocab_size=VOCAB, strength=0.02)
+    make_eagle(path / "eagle", vocab_size=VOCAB)
+    return make_tiny_llama(path, vocab_size=VOCAB, eos_token_id=None)
 
 
 def make(folder: Path, speculative: object, **options: Any) -> LLM:
@@ -82,15 +87,27 @@ def make(folder: Path, speculative: object, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def target(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the three tokens behind the first are drawn from, by transformers: float64 [V], [V, V] and [V, V, V]."""
+def logits(folder: Path) -> np.ndarray:
+    """What transformers says behind the prompt and the first token, before each of the next three: float32
+    [V, V, 3, V], where the first two axes are the first two of these."""
     model = load_reference(folder)
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     known = torch.tensor([[*PROMPT, FIRST]]).expand(len(pairs), -1)
     with torch.no_grad():
-        logits = model(torch.cat([known, pairs], 1)).logits[:, len(PROMPT) :].numpy()  # [V * V, 3, V]
-    rows = np.array([[distribution(row) for row in some] for some in logits]).reshape(VOCAB, VOCAB, 3, VOCAB)
-    return rows[0, 0, 0], rows[:, 0, 1], rows[:, :, 2]
+        logits = model(torch.cat([known, pairs], 1)).logits[:, len(PROMPT) :]
+    return logits.numpy().reshape(VOCAB, VOCAB, 3, VOCAB)
+
+
+def joint(logits: np.ndarray, penalty: float = 0.0) -> np.ndarray:
+    """The distribution of the three tokens, float64 [V, V, V]; `penalty` is subtracted from the logit of a token for
+    each time that it has come behind the prompt."""
+    joint = np.zeros((VOCAB, VOCAB, VOCAB))
+    once = np.eye(VOCAB) * penalty
+    for a, b in itertools.product(range(VOCAB), repeat=2):
+        counts = np.cumsum([once[FIRST], once[a], once[b]], axis=0)
+        first, second, third = (distribution(row) for row in (logits[a, b] - counts).astype(np.float32))
+        joint[a, b] = first[a] * second[b] * third
+    return joint
 
 
 def distribution(row: np.ndarray) -> np.ndarray:
@@ -100,61 +117,85 @@ def distribution(row: np.ndarray) -> np.ndarray:
 
 
 class Steady(Speculation):
-    """As many guesses as there may be, however many were wrong."""
+    """As many guesses as there may be, however many were wrong. `make_drafter` is None for a drafter with weights."""
 
-    def __init__(self, make_drafter: Callable[[Request], Drafter], most_drafts: int) -> None:
+    def __init__(self, make_drafter: Callable[[Request], Drafter] | None, most_drafts: int) -> None:
         super().__init__(make_drafter, most_drafts, most_sequences=1000)
         self._make, self._drafters = make_drafter, {}
 
+    def is_worth_it(self, num_sequences: int, candidates: Sequence[Request]) -> bool:
+        return True
+
+    def length(self, request: Request) -> int:
+        return self.most_drafts
+
     def drafts(self, request: Request, most: int) -> list[int]:
+        assert self._make is not None
         if request.request_id not in self._drafters:
             self._drafters[request.request_id] = self._make(request)
         return self._drafters[request.request_id].propose(request.token_ids, min(most, self.most_drafts))
 
 
 class Adversary:
-    """Guesses the most likely token of those that the target's filter leaves out; further guesses are any tokens."""
+    """Guesses a token that the target's filter leaves out, behind each of the first tokens; then any token."""
 
-    def __init__(self, target: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-        self._target = target
+    def __init__(self, joint: np.ndarray) -> None:
+        self._joint = joint
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         known = tuple(token_ids[len(PROMPT) + 1 :])
         if len(known) > 2:
             return [0] * most
-        return [int((self._target[len(known)][known] == 0).argmax())] * most
+        following = self._joint[known].reshape(VOCAB, -1).sum(1)
+        return [int((following == 0).argmax())] * most
 
     def close(self, token_ids: list[int]) -> None:
         pass
 
 
+MODELS = {"itself": ("draft_model", ""), "other": ("draft_model", "other"), "medusa": ("medusa", "medusa")}
+MODELS |= {"eagle": ("eagle", "eagle")}
+
+
 # case SD-01
 @pytest.mark.slow
-@pytest.mark.parametrize("num_guesses", [1, 3])
-@pytest.mark.parametrize("kind", ["ngram", "adversary"])
-@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+@pytest.mark.parametrize(
+    ("verification", "kind", "num_guesses"),
+    [("rejection", kind, 3) for kind in ("ngram", "penalty", "adversary", *MODELS)]
+    + [("rejection", kind, 1) for kind in ("ngram", "other")]
+    + [("coupled", kind, 3) for kind in ("ngram", "other")],
+)
 def test_three_tokens_have_the_targets_joint_distribution(
-    folder: Path,
-    target: tuple[np.ndarray, np.ndarray, np.ndarray],
-    monkeypatch: pytest.MonkeyPatch,
-    verification: str,
-    kind: str,
-    num_guesses: int,
+    folder: Path, logits: np.ndarray, monkeypatch: pytest.MonkeyPatch, verification: str, kind: str, num_guesses: int
 ) -> None:
-    def drafter(request: Request) -> Drafter:
-        return NgramDrafter(1, 5) if kind == "ngram" else Adversary(target)
+    penalty = 0.5 if kind == "penalty" else 0.0
+    wanted = joint(logits, penalty)
 
-    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda config: Steady(drafter, num_guesses))
-    llm = make(folder, {**NGRAM, "verification": verification})
+    def drafter(request: Request) -> Drafter:
+        return Adversary(wanted) if kind == "adversary" else NgramDrafter(1, 5)
+
+    speculation = Steady(None if kind in MODELS else drafter, num_guesses)
+    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda *_: speculation)
+    config: dict[str, Any] = {**NGRAM, "verification": verification}
+    if kind in MODELS:
+        config |= {"method": MODELS[kind][0], "model": str(folder / MODELS[kind][1]), "num_speculative_tokens": 3}
+        del config["prompt_lookup_min"]
+    llm = make(folder, config)
     params = SamplingParams(n=NUM_RUNS, max_tokens=5, temperature=TEMPERATURE, top_p=TOP_P, forced_token_ids=[FIRST])
-    outputs = llm.generate(PROMPT, params)[0].outputs
+    outputs = llm.generate(PROMPT, replace(params, frequency_penalty=penalty))[0].outputs
     tokens = np.array([output.token_ids for output in outputs])[:, 1:4]
-    first, second, third = target
-    assert chi_square(tokens, first[:, None, None] * second[:, :, None] * third) > 1e-3
+    assert chi_square(tokens, wanted) > 1e-3
+    if penalty:
+        assert chi_square(tokens, joint(logits)) < 1e-3
     assert all(np.isfinite(output.sampled_logprobs[1:]).all() for output in outputs)
-    metrics = llm.get_metrics()
-    assert metrics["draft_tokens_total"] > NUM_RUNS
-    assert (metrics["accepted_draft_tokens_total"] > NUM_RUNS / 10) == (kind == "ngram")
+    num_drafts, num_accepted = sum(speculation.num_drafted), sum(speculation.num_accepted)
+    assert num_drafts > NUM_RUNS
+    if kind == "itself":
+        assert num_accepted > 0.999 * num_drafts
+    elif kind == "adversary":
+        assert num_accepted == 0
+    else:
+        assert 0.01 * num_drafts < num_accepted < 0.9 * num_drafts
 
 
 TEXT = [*range(40, 60), *range(40, 60), *range(40, 44)]
@@ -207,7 +248,19 @@ def test_greedy_outputs_are_those_without_speculation(plain: LLM, llm: LLM, fiel
 
 # case SD-03
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("fields", [{}, {"top_p": 0.4}, {"top_k": 2, "temperature": 1.0}, {"min_p": 0.4}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_p": 0.4},
+        {"top_k": 2, "temperature": 1.0},
+        {"min_p": 0.4},
+        {"frequency_penalty": 0.05},
+        {"logit_bias": {81: 0.1}, "bad_words": ["a"]},
+        {"allowed_token_ids": range(40, 90)},
+        {"structured_outputs": StructuredOutputsParams(regex="[ab]{60}")},
+    ],
+)
 def test_all_numbers_are_those_of_the_same_tokens_forced(writer: Path, mode: str, fields: dict[str, Any]) -> None:
     llm, plain = (
         make(writer, speculative, logprobs_mode=mode, max_num_batched_tokens=13) for speculative in (NGRAM, None)
@@ -256,7 +309,7 @@ def test_a_stop_ends_a_sample_within_an_accepted_run(
     asked = params(temperature=temperature, top_k=1)
     whole = plain.generate(PROMPTS[1], asked)[0].outputs[0].token_ids
     knowing = Knowing([*PROMPTS[1], *whole])
-    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda config: Steady(lambda request: knowing, 5))
+    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda *_: Steady(lambda request: knowing, 5))
     llm = make(writer, NGRAM)
     place = next(i for i in range(3, 40) if whole.index(whole[i]) == i)
     for cap in (place, place + 1, place + 2):

@@ -25,7 +25,7 @@ from rollout import (
     SpeculativeConfig,
     StructuredOutputsParams,
 )
-from rollout.core.speculation import Speculation
+from rollout.core.speculation import Guide, Speculation
 from rollout.request import Request
 from tests.support.tiny import make_tiny_llama
 
@@ -81,6 +81,7 @@ class Guesses:
 
     known: dict[Key, list[int]] = field(default_factory=dict)
     rightness: float = 1.0
+    are_guided: bool = True  # those that a grammar forbids are left out
 
     def learn(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -139,8 +140,11 @@ def guesses() -> Guesses:
 def patched(guesses: Guesses) -> Iterator[None]:
     """Engines made meanwhile that speculate guess as `guesses` says."""
 
-    def make(config: SpeculativeConfig | None, *_: object) -> Speculation | None:
-        return None if config is None else Undeterred(lambda request: Guesser(guesses, request), MOST, 1000, rate=1.0)
+    def make(config: SpeculativeConfig | None, guide: Guide) -> Speculation | None:
+        if config is None:
+            return None
+        known = guide if guesses.are_guided else None
+        return Undeterred(lambda request: Guesser(guesses, request), MOST, 1000, rate=1.0, guide=known)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout.engine.core, "make_speculation", make)
@@ -172,8 +176,9 @@ def assert_same(mine: list[RequestOutput], wanted: list[RequestOutput], names: l
 
 
 # cases SD-02, SD-03
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "mode"), [(0.0, "raw_logprobs"), (0.8, "processed_logprobs"), (1.0, "raw_logprobs")]
+)
 def test_every_parameter_is_honoured_whatever_is_guessed(
     folder: Path, patched: None, guesses: Guesses, temperature: float, mode: str
 ) -> None:
@@ -189,7 +194,9 @@ def test_every_parameter_is_honoured_whatever_is_guessed(
     wanted = LLM(folder, **options).generate(prompts, params)
     guesses.known.clear()
     guesses.learn(wanted)
+    guesses.are_guided = mode == "raw_logprobs"
     llm = LLM(folder, **options, speculative_config={"method": "ngram"})
+    guesses.are_guided = True
     for rightness, least, most in ((1.0, 0.75, 1.0), (0.8, 0.2, 0.8), (0.0, 0.0, 0.3)):
         guesses.rightness = rightness
         before = counts(llm)
@@ -412,3 +419,28 @@ def test_a_row_of_wrong_numbers_behind_a_wrong_guess_is_forgotten(plain: LLM, ll
         assert_same(llm.generate(PROMPTS[0], params), expected)
     assert {sample.finish_reason for sample in expected[0].outputs} == {"length"}
     assert all(np.unique(sample.token_ids).size == 20 for sample in expected[0].outputs)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"temperature in degrees": {"type": "integer"}, "is it raining outside": {"type": "boolean"}},
+    "required": ["temperature in degrees", "is it raining outside"],
+}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_that_a_schema_prescribes_takes_few_steps(
+    folder: Path, plain: LLM, method: str, temperature: float
+) -> None:
+    # case SD-02
+    schema = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    params = SamplingParams(n=2, seed=4, temperature=temperature, max_tokens=100, structured_outputs=schema)
+    config = {"method": method, "num_speculative_tokens": 8, "only_if_faster": False}
+    llm = LLM(folder, kv_cache_memory="4MiB", speculative_config=config)
+    expected = plain.generate(PROMPTS, params)
+    before = llm.get_metrics()["num_steps_total"]
+    assert_same(llm.generate(PROMPTS, params), expected)
+    most_tokens = max(len(sample.token_ids) for output in expected for sample in output.outputs)
+    assert most_tokens >= 60  # 55 of them are prescribed, in five parts
+    assert llm.get_metrics()["num_steps_total"] - before <= most_tokens - 30

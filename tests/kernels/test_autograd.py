@@ -61,7 +61,33 @@ def test_linear_token_logprobs_gradcheck(chunk: int, num_kept: int) -> None:
     ids, temperature = torch.tensor([0, 10, 3, 3, 7]), torch.tensor([0.5, 1.0, 2.0, 1.0, 1.0])
     hidden, weight = leaf(5, 4, seed=1), leaf(11, 4, seed=2)
     arguments = (ids, temperature, chunk, num_kept * 4 * 11)
-    assert gradcheck(lambda h, w: rk.linear_token_logprobs(h, w, *arguments)[0], (hidden, weight))
+    assert gradcheck(lambda h, w: rk.linear_token_logprobs(h, w, *arguments), (hidden, weight))  # entropies, too
+    assert gradcheck(lambda h, w: rk.linear_token_logprobs(h, w, *arguments)[1], (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_entropy_has_the_gradient_of_the_distribution_whose_entropy_it_is(dtype: torch.dtype) -> None:
+    """case TR-06: the tempered one."""
+    hidden, weight = randn(6, 8, dtype=dtype, seed=1), randn(31, 8, dtype=dtype, seed=2)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    rk.linear_token_logprobs(hidden, weight, torch.arange(6), 0.7)[1].sum().backward()
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
+    (-(expected.exp() * expected).sum()).backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for ours, theirs in zip(leaves, wide, strict=True):
+        torch.testing.assert_close(cast(torch.Tensor, ours.grad).double(), theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_a_gradient_of_the_entropy_changes_no_bit_of_that_of_the_logprobs() -> None:
+    def gradient(with_entropy: bool) -> torch.Tensor:
+        hidden, weight = randn(6, 8, seed=1).requires_grad_(), randn(31, 8, seed=2)
+        logprobs, entropy = rk.linear_token_logprobs(hidden, weight, torch.arange(6), 0.7)
+        (logprobs.sum() + 0.0 * entropy.sum() if with_entropy else logprobs.sum()).backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    assert_same_bits(gradient(True), gradient(False))
 
 
 def gradients(
@@ -254,9 +280,8 @@ def test_logprobs_of_the_trainer_are_those_of_the_sampler(backend: str) -> None:
                     hidden.clone().requires_grad_(), weight, drawn.token_ids, temperature, chunk
                 )
                 assert_same_bits(logprobs.detach(), drawn.sampled_logprobs)
-                assert_same_bits(entropy, drawn.entropy)
+                assert_same_bits(entropy.detach(), drawn.entropy)
                 assert logprobs.requires_grad
-                assert not entropy.requires_grad
 
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:

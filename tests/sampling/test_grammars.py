@@ -337,6 +337,55 @@ def replace_draw(draw: Draw, position: int, draft_token_ids: list[int]) -> Draw:
     return msgspec.structs.replace(draw, position=position, draft_token_ids=draft_token_ids)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text("teah", min_size=1, max_size=9), min_size=1, max_size=4),
+    st.lists(st.sampled_from([b"t", b"e", b"a", b"h", b"te", b"ea", b"th", b""]), max_size=6),
+    st.integers(0, 99),
+)
+def test_what_is_told_before_a_step_is_what_its_masks_allow(
+    grammars: Grammars, pieces: dict[int, bytes], choices: list[str], guessed: list[bytes], seed: int
+) -> None:
+    # case SD-02
+    ids = {piece: token_id for token_id, piece in pieces.items()} | {b"": EOS}
+    structured, drafts = StructuredOutputsParams(choice=choices), [ids[piece] for piece in guessed]
+    rng, texts = np.random.default_rng(seed), {text.encode() for text in choices}
+    sample = make_draw(structured, [])
+    state, params = sample.state, sample.params
+    assert state is not None
+    while True:
+        written = b"".join(pieces[token_id] for token_id in state.token_ids[2:])
+        going_on = [text[len(written) :] for text in texts if text.startswith(written)]
+        certain = grammars.next_tokens(state, params)
+        assert EOS not in certain
+        assert all(text.startswith(b"".join(pieces[token_id] for token_id in certain)) for text in going_on)
+        allowed_ones = [
+            b"".join(guessed[: row + 1]) for row, piece in enumerate(guessed) if piece and b"" not in guessed[:row]
+        ]
+        expected = [any(text.startswith(some) for text in going_on) for some in allowed_ones]
+        assert grammars.num_allowed(state, params, drafts) == sum(expected)
+        mine = allowed(grammars, replace_draw(sample, len(state.token_ids), []))
+        assert mine == brute_force(texts, written, pieces)  # to have been asked changes nothing
+        token_id = int(rng.choice(sorted(mine)))
+        if token_id == EOS:
+            return
+        state.token_ids.append(token_id)
+
+
+def test_a_text_with_one_spelling_of_the_tokenizer_is_told_as_that(
+    grammars: Grammars, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    schema = {"type": "object", "properties": {"state": {"type": "integer"}}, "required": ["state"]}
+    draw = make_draw(StructuredOutputsParams(json=schema, disable_any_whitespace=True), [])
+    assert draw.state is not None
+    told = grammars.next_tokens(draw.state, draw.params)
+    expected = tokenizer.encode('{"state":', add_special_tokens=False)
+    assert told == expected[: len(told)] and len(told) >= len(expected) - 2
+    ended = make_draw(StructuredOutputsParams(json=schema, disable_any_whitespace=True), [], stops=told[3:4])
+    assert ended.state is not None
+    assert grammars.next_tokens(ended.state, ended.params) == told[:3]  # which may not come within a text
+
+
 def test_a_token_outside_the_grammar_leaves_its_sample_nothing_and_others_alone(
     grammars: Grammars, pieces: dict[int, bytes]
 ) -> None:

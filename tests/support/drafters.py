@@ -45,7 +45,7 @@ def make_medusa(
     return folder
 
 
-def make_eagle(folder: Path, *, bias: bool = True, seed: int = 0, **fields: object) -> Path:
+def make_eagle(folder: Path, *, vocab_size: int = 131, bias: bool = True, seed: int = 0, **fields: object) -> Path:
     """A layer as SafeAILab publishes it: for models of 64 hidden units, with 4 heads of 16 and 2 of keys."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -57,7 +57,7 @@ def make_eagle(folder: Path, *, bias: bool = True, seed: int = 0, **fields: obje
     sizes = {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
     tensors |= {f"layers.0.mlp.{name}.weight": normal(*shape) for name, shape in sizes.items()}
     tensors["layers.0.post_attention_layernorm.weight"] = 1 + normal(64) / 2
-    tensors |= {"fc.weight": normal(64, 128), "embed_tokens.weight": normal(131, 64)}
+    tensors |= {"fc.weight": normal(64, 128), "embed_tokens.weight": normal(vocab_size, 64)}
     if bias:
         tensors["fc.bias"] = normal(64)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def make_eagle(folder: Path, *, bias: bool = True, seed: int = 0, **fields: obje
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": 131,
+        "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 1,

@@ -11,35 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.checks import check_choice, check_integer, check_real, fail
+from rollout_trainers.loss_config import LossSection
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-AdvantageScale = Literal["group_std", "batch_std", "none"]
-KLEstimator = Literal["k1", "k2", "k3", "ratio_k3"]
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
 
 MAX_SEED = 2**63 - 1
-
-
-def _fail(section: str, name: str, value: object, valid: str) -> None:
-    raise ValueError(f"{section}.{name}={value!r} is not valid: it must be {valid}")
-
-
-def _check_integer(section: str, name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        _fail(section, name, value, f"an integer of at least {low}")
-
-
-def _check_real(section: str, name: str, value: object, low: float, *, open_low: bool = False) -> None:
-    valid = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < low or (open_low and number == low):
-        _fail(section, name, value, valid)
-
-
-def _check_choice(section: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        _fail(section, name, value, f"one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +44,19 @@ class EngineSection:
     sleep: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
-        _check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
-        _check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
-        _check_choice("engine", "quantization", self.quantization, (None, "int8"))
+        check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
-            _check_integer("engine", "max_model_len", self.max_model_len, 2)
+            check_integer("engine", "max_model_len", self.max_model_len, 2)
         if self.memory_budget is not None:
             if self.kv_cache_memory is not None:
-                _fail("engine", "memory_budget", self.memory_budget, "None where kv_cache_memory is given")
+                fail("engine", "memory_budget", self.memory_budget, "None where kv_cache_memory is given")
             if parse_bytes(self.memory_budget, "engine.memory_budget") <= 0:
-                _fail("engine", "memory_budget", self.memory_budget, "above 0")
-        _check_integer("engine", "max_num_seqs", self.max_num_seqs, 1)
-        _check_integer("engine", "max_num_batched_tokens", self.max_num_batched_tokens, 1)
+                fail("engine", "memory_budget", self.memory_budget, "above 0")
+        check_integer("engine", "max_num_seqs", self.max_num_seqs, 1)
+        check_integer("engine", "max_num_batched_tokens", self.max_num_batched_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +74,9 @@ class TaskSection:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_integer("task", "train_size", self.train_size, 1)
-        _check_integer("task", "eval_size", self.eval_size, 0)
-        _check_integer("task", "seed", self.seed, 0)
+        check_integer("task", "train_size", self.train_size, 1)
+        check_integer("task", "eval_size", self.eval_size, 0)
+        check_integer("task", "seed", self.seed, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,65 +87,39 @@ class SamplingSection:
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
-        _check_real("sampling", "temperature", self.temperature, 0.0, open_low=True)
-        _check_integer("sampling", "max_tokens", self.max_tokens, 1)
+        check_real("sampling", "temperature", self.temperature, 0.0, open_low=True)
+        check_integer("sampling", "max_tokens", self.max_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSection:
-    """GRPO and its relatives.
+    """How a step samples and goes through its samples; what it learns from them is the `loss` section's.
 
     A step samples `prompts_per_step` groups of `group_size`. It makes `minibatches * epochs` optimiser steps over
-    them; each goes through micro-batches of at most `micro_batch_tokens` packed tokens, which changes neither the loss
-    nor the gradient. `loss_normalizer` is the length that `aggregation="constant"` divides by (None: that of
-    `sampling.max_tokens`). `recompute_logprobs` runs an extra forward pass before the first update and takes the old
-    logprobs from it, with truncated importance weights (`importance_cap`) for the difference to the sampler's.
+    them, shuffled anew in each epoch; each goes through micro-batches of at most `micro_batch_tokens` packed tokens,
+    which changes neither the loss nor the gradient. The old logprobs stay those of the step's start. They are the
+    sampler's, but for `recompute_logprobs`, which runs an extra forward pass before the first update and takes them
+    from it; `loss.correction` then accounts for the difference.
 
     `sampling/logp_difference/*` compares the logprobs of sampler and trainer before the first update of a step. It
     costs nothing, since it reads the forward pass of that update: over the samples of the first minibatch that can move
-    the weights (those with an advantage other than zero; with a KL term, all). `num_tokens` says how many tokens they
-    had; where it is 0, as in a step whose groups each had equal rewards, nothing else is logged. `recompute_logprobs`
-    compares every sample that is learned from.
+    the weights (those with an advantage other than zero; with a KL or entropy term in the loss, all). `num_tokens` says
+    how many tokens they had; where it is 0, as in a step whose groups each had equal rewards, nothing else is logged.
+    `recompute_logprobs` compares every sample that is learned from.
     """
 
     group_size: int = 8
     prompts_per_step: int = 8
     minibatches: int = 1
     epochs: int = 1
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: Aggregation = "token_mean"
-    loss_normalizer: int | None = None
-    advantage_scale: AdvantageScale = "group_std"
-    kl_coefficient: float = 0.0
-    kl_estimator: KLEstimator = "ratio_k3"
-    drop_truncated: bool = False
     recompute_logprobs: bool = False
-    importance_cap: float = 2.0
     micro_batch_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
-            _check_integer("algorithm", name, getattr(self, name), 1)
-        _check_integer("algorithm", "group_size", self.group_size, 2)
-        for name in ("clip_low", "clip_high", "kl_coefficient"):
-            _check_real("algorithm", name, getattr(self, name), 0.0)
-        _check_real("algorithm", "importance_cap", self.importance_cap, 1.0)
-        _check_choice("algorithm", "aggregation", self.aggregation, ("token_mean", "sequence_mean", "constant"))
-        _check_choice("algorithm", "advantage_scale", self.advantage_scale, ("group_std", "batch_std", "none"))
-        _check_choice("algorithm", "kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "ratio_k3"))
-        if self.loss_normalizer is not None:
-            _check_integer("algorithm", "loss_normalizer", self.loss_normalizer, 1)
-        if self.kl_estimator == "k1" and self.kl_coefficient > 0:
-            _fail(
-                "algorithm",
-                "kl_estimator",
-                self.kl_estimator,
-                "'k2', 'k3' or 'ratio_k3' where kl_coefficient is above 0: the expected gradient of 'k1' is zero, so "
-                "the reference would have no effect",
-            )
+        for name in ("group_size", "prompts_per_step", "minibatches", "epochs", "micro_batch_tokens"):
+            check_integer("algorithm", name, getattr(self, name), 1)
         if self.minibatches > self.group_size * self.prompts_per_step:
-            _fail("algorithm", "minibatches", self.minibatches, "at most group_size * prompts_per_step")
+            fail("algorithm", "minibatches", self.minibatches, "at most group_size * prompts_per_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +138,17 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "final_fraction"):
-            _check_real("optimizer", name, getattr(self, name), 0.0)
+            check_real("optimizer", name, getattr(self, name), 0.0)
         for name in ("epsilon", "max_grad_norm"):
-            _check_real("optimizer", name, getattr(self, name), 0.0, open_low=True)
+            check_real("optimizer", name, getattr(self, name), 0.0, open_low=True)
         for name in ("beta1", "beta2"):
-            _check_real("optimizer", name, getattr(self, name), 0.0)
+            check_real("optimizer", name, getattr(self, name), 0.0)
             if getattr(self, name) >= 1:
-                _fail("optimizer", name, getattr(self, name), "below 1")
+                fail("optimizer", name, getattr(self, name), "below 1")
         if self.final_fraction > 1:
-            _fail("optimizer", "final_fraction", self.final_fraction, "at most 1")
-        _check_choice("optimizer", "schedule", self.schedule, ("constant", "linear", "cosine"))
-        _check_integer("optimizer", "warmup_steps", self.warmup_steps, 0)
+            fail("optimizer", "final_fraction", self.final_fraction, "at most 1")
+        check_choice("optimizer", "schedule", self.schedule, ("constant", "linear", "cosine"))
+        check_integer("optimizer", "warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +161,11 @@ class EvaluationSection:
     success_threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_real("evaluation", "temperature", self.temperature, 0.0)
-        _check_real("evaluation", "success_threshold", self.success_threshold, -math.inf)
-        _check_integer("evaluation", "every", self.every, 0)
+        check_real("evaluation", "temperature", self.temperature, 0.0)
+        check_real("evaluation", "success_threshold", self.success_threshold, -math.inf)
+        check_integer("evaluation", "every", self.every, 0)
         if self.max_tokens is not None:
-            _check_integer("evaluation", "max_tokens", self.max_tokens, 1)
+            check_integer("evaluation", "max_tokens", self.max_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +176,8 @@ class CheckpointSection:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        _check_integer("checkpoint", "every", self.every, 0)
-        _check_integer("checkpoint", "keep", self.keep, 1)
+        check_integer("checkpoint", "every", self.every, 0)
+        check_integer("checkpoint", "keep", self.keep, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +196,12 @@ class TrackingSection:
     diagnose_every: int = 50
 
     def __post_init__(self) -> None:
-        _check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
-        _check_integer("tracking", "sample_every", self.sample_every, 1)
-        _check_integer("tracking", "samples", self.samples, 0)
+        check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        check_integer("tracking", "sample_every", self.sample_every, 1)
+        check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:
-            _check_real("tracking", "diagnose_above", self.diagnose_above, 0.0)
-        _check_integer("tracking", "diagnose_every", self.diagnose_every, 1)
+            check_real("tracking", "diagnose_above", self.diagnose_above, 0.0)
+        check_integer("tracking", "diagnose_every", self.diagnose_every, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +224,7 @@ class RunConfig:
     task: TaskSection = field(default_factory=TaskSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    loss: LossSection = field(default_factory=LossSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -280,16 +233,43 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                _fail("run", name, getattr(self, name), "text that is not empty")
-        _check_integer("run", "steps", self.steps, 0)
-        _check_integer("run", "seed", self.seed, 0)
+                fail("run", name, getattr(self, name), "text that is not empty")
+        check_integer("run", "steps", self.steps, 0)
+        check_integer("run", "seed", self.seed, 0)
         if self.seed > MAX_SEED:
-            _fail("run", "seed", self.seed, f"at most {MAX_SEED}")
+            fail("run", "seed", self.seed, f"at most {MAX_SEED}")
         int8 = "int8" in (self.engine.quantization, self.engine.kv_cache_dtype)
         if int8 and not self.algorithm.recompute_logprobs:
-            _fail(
+            fail(
                 *("algorithm", "recompute_logprobs", False),
                 "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
             )
+        self._check_loss()
         if self.optimizer.warmup_steps > self.steps:
-            _fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+            fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_loss(self) -> None:
+        """What the loss asks of how a step samples and updates."""
+        algorithm, loss = self.algorithm, self.loss
+        if loss.uses_groups:
+            check_integer("algorithm", "group_size", algorithm.group_size, 2)
+        if algorithm.group_size * algorithm.prompts_per_step < 2:
+            fail("algorithm", "prompts_per_step", algorithm.prompts_per_step, "at least 2 with a group_size of 1")
+        updates = algorithm.minibatches * algorithm.epochs
+        if loss.surrogate == "log_probability" and updates > 1:
+            fail(
+                *("loss", "surrogate", loss.surrogate),
+                f"'clipped' or 'cispo' with {updates} optimiser steps on each step's samples: without a ratio all but "
+                "the first would follow the gradient of a policy that did not sample",
+            )
+        plain = LossSection()
+        names = ("importance_level", "importance_cap", "mask_level", "mask_low", "mask_high")
+        changed = [name for name in names if getattr(loss, name) != getattr(plain, name)]
+        active = loss.importance_level != "none" or loss.mask_level != "none"
+        if changed and active and not algorithm.recompute_logprobs:
+            name = "correction" if loss.correction != plain.correction else changed[0]
+            fail(
+                *("loss", name, getattr(loss, name)),
+                "left out without algorithm.recompute_logprobs: the old logprobs are then the sampler's own, and there "
+                "is nothing to correct",
+            )

@@ -1,8 +1,9 @@
-"""Group relative policy optimisation, on the engine's own weights.
+"""Group relative policy optimisation and its relatives, on the engine's own weights. Which one runs is the `loss`
+section's business: the trainer goes through the same steps for all of them.
 
 One step, in one process, on one machine that sampler and trainer take turns with:
 
-    rollouts ─► rewards ─► advantages ─► engine sleeps ─► micro-batches ─► optimiser ─► policy update ─► engine wakes
+    rollouts ─► rewards ─► engine sleeps ─► advantages ─► micro-batches ─► optimiser ─► policy update ─► engine wakes
        ▲                                                                                     │
        └─────────────────────────── the next step samples from the new policy ◄──────────────┘
 
@@ -12,7 +13,7 @@ verifies what is there, and makes everything that was computed from the old weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,17 +21,19 @@ import torch
 from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
 from rollout.platform.platform import platform_for
-from rollout_trainers.advantages import GroupStatistics, group_advantages
 from rollout_trainers.config import RunConfig
-from rollout_trainers.corrections import importance_metrics, importance_weights, measure_mismatch
+from rollout_trainers.corrections import correction_metrics, importance_weights, measure_mismatch
+from rollout_trainers.credit import assign_advantages, punish_overlong
+from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
-from rollout_trainers.losses import Denominators, clipped_policy_loss, kl_estimate, token_weights
+from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics, memory_metrics, sample_metrics, speed_metrics
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
+from rollout_trainers.objective import micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
-from rollout_trainers.producer import RolloutProducer, derive_seed, select_examples
+from rollout_trainers.producer import RolloutProducer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.rewards import score
 from rollout_trainers.tracking import Timers
 from rollout_trainers.types import Sample, Task
@@ -75,24 +78,24 @@ class GRPOTrainer:
         self.finding = None
         by_owner = self.treaty is not None or step % 10 == 1 or step == self.config.steps  # it takes a while
         with timers.phase("step"):
-            with self.memory.phase("sampling", by_owner), timers.phase("gen"):
-                samples = self.rollouts(step)
+            with self.memory.phase("sampling", by_owner):
+                sampled = self.sample(step, timers)
             engine_gauges = self.engine.get_metrics()
-            with timers.phase("reward"):
-                score(samples, self.task.rewards)
-                groups = self.assign_advantages(samples)
             with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
             with self.memory.phase("training", by_owner), timers.phase("train"):
-                statistics = self.learn(step, samples)
+                statistics = self.learn(step, sampled.kept)
             with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
                 if self.treaty is not None:
                     self.plan = self.treaty.settle()
                 self.resume_engine()
+        samples, group_size = sampled.samples, self.config.algorithm.group_size
         self.num_tokens += sum(sample.num_tokens for sample in samples)
-        metrics = sample_metrics(samples, groups) | statistics.metrics(self.config.algorithm.kl_coefficient > 0)
+        metrics = sample_metrics(samples, group_size, self.config.loss) | statistics.metrics(self.config.loss)
+        if self.config.loss.dynamic_sampling:
+            metrics |= sampled.metrics(group_size)
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
         metrics |= memory_metrics(self.memory, self.plan)
@@ -101,102 +104,114 @@ class GRPOTrainer:
             metrics |= self.finding.metrics
         return samples, metrics | {"perf/sleep_released_gb": self.released_bytes / 2**30}
 
+    def sample(self, step: int, timers: Timers) -> SampledGroups:
+        """The step's groups, with their rewards; with dynamic sampling, until enough of them teach something."""
+        algorithm, loss = self.config.algorithm, self.config.loss
+
+        def sample_round(place: int, count: int) -> list[Sample]:
+            with timers.phase("gen"):
+                samples = self.rollouts(step) if place == 0 else self.further_rollouts(step, place, count)
+            with timers.phase("reward"):
+                score(samples, self.task.rewards)
+                punish_overlong(samples, self.config.sampling.max_tokens, loss)
+            return samples
+
+        if not loss.dynamic_sampling:
+            samples = sample_round(0, algorithm.prompts_per_step)
+            return SampledGroups(samples, samples, num_rounds=1)
+        return sample_until_informative(
+            sample_round, algorithm.prompts_per_step, algorithm.group_size, loss.max_sampling_rounds
+        )
+
     def rollouts(self, step: int) -> list[Sample]:
         """The step's groups, group after group."""
         algorithm = self.config.algorithm
         examples = select_examples(self.task.train, step, algorithm.prompts_per_step, self.config.seed)
         return self.producer.produce(step, examples, algorithm.group_size)
 
-    def assign_advantages(self, samples: Sequence[Sample]) -> GroupStatistics:
-        """Fills the samples' advantages; returns the groups' statistics."""
-        algorithm = self.config.algorithm
-        rewards = np.array([sample.reward for sample in samples])
-        advantages, groups = group_advantages(rewards, algorithm.group_size, algorithm.advantage_scale)
-        for sample, advantage in zip(samples, advantages, strict=True):
-            sample.advantage = float(advantage)
-        return groups
+    def further_rollouts(self, step: int, place: int, count: int) -> list[Sample]:
+        """`count` groups of further prompts, where the step has `place` groups already."""
+        algorithm, train = self.config.algorithm, self.task.train
+        per_step, seed = algorithm.prompts_per_step, self.config.seed
+        examples = select_further_examples(train, step, per_step, place - per_step, count, seed)
+        return self.producer.produce(step, examples, algorithm.group_size, place)
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:
-        """All optimiser steps over one step's samples."""
-        algorithm = self.config.algorithm
+        """All optimiser steps over one step's samples: what they compare with is frozen before the first."""
+        algorithm, loss = self.config.algorithm, self.config.loss
         statistics = LearnStatistics()
-        kept = [sample for sample in samples if not (algorithm.drop_truncated and sample.is_truncated)]
+        kept = [sample for sample in samples if not (loss.drop_truncated and sample.is_truncated)]
+        needs_all = loss.uses_kl and loss.kl_placement != "loss"  # the others' rewards are in a sample's baseline
+        self.freeze_logprobs(samples if needs_all else kept, statistics)
+        assign_advantages(samples, algorithm.group_size, loss)
         for epoch in range(algorithm.epochs):
             order = np.arange(len(kept))
             if algorithm.minibatches * algorithm.epochs > 1:
                 seed = derive_seed(self.config.seed, "minibatches", step, epoch)
                 order = np.random.default_rng(seed).permutation(len(kept))
-            if epoch == 0 and algorithm.recompute_logprobs:
-                self.recompute_logprobs(kept, statistics)
             for part in np.array_split(order, algorithm.minibatches):
                 self.update_policy(step, [kept[index] for index in part], statistics)
         return statistics
 
+    def freeze_logprobs(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
+        """Logprobs that stay as they are through the step's updates: the old ones, with the weights that correct for
+        a sampler that is not the trainer, and the reference's."""
+        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        if self.config.algorithm.recompute_logprobs:
+            self.recompute_logprobs(samples, batches, statistics)
+        if self.config.loss.uses_kl:
+            references = self.policy.reference_logprobs(batches)
+            for sample, part in _by_sample(samples, batches, references):
+                sample.reference_logprobs = part
+
+    def recompute_logprobs(
+        self, samples: Sequence[Sample], batches: Sequence[PackedBatch], statistics: LearnStatistics
+    ) -> None:
+        """Takes the old logprobs from a forward pass of the trainer, measures how far the sampler's are off, and
+        weighs the samples accordingly."""
+        loss = self.config.loss
+        logprobs = [self.policy.frozen_logprobs(batch) for batch in batches]
+        statistics.mismatch += [
+            measure_mismatch(ours, batch.sampler_logprobs) for ours, batch in zip(logprobs, batches, strict=True)
+        ]
+        weighed = []
+        for sample, part in _by_sample(samples, batches, logprobs):
+            importance = importance_weights(part, sample.sampled_logprobs, loss)
+            sample.old_logprobs, sample.importance = part, importance.weights
+            weighed.append((part, sample.sampled_logprobs, importance))
+        statistics.correction = correction_metrics(weighed, loss.importance_cap)
+
     def update_policy(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """One optimiser step. Samples that cannot move the weights count in the denominators, and cost nothing."""
-        config, algorithm = self.config, self.config.algorithm
+        config, loss = self.config, self.config.loss
         statistics.learning_rate = rate = learning_rate(step - 1, config.steps, config.optimizer)
         if not samples:
             return
         denominators = Denominators(
             num_tokens=sum(sample.num_tokens for sample in samples),
             num_sequences=len(samples),
-            normalizer=algorithm.loss_normalizer or config.sampling.max_tokens,
+            normalizer=loss.loss_normalizer or config.sampling.max_tokens,
         )
-        moving = [sample for sample in samples if sample.advantage != 0.0 or algorithm.kl_coefficient > 0]
-        batches = pack_micro_batches(moving, algorithm.micro_batch_tokens)
+        moving = [sample for sample in samples if sample.has_advantage or loss.moves_without_advantage]
+        batches = pack_micro_batches(moving, config.algorithm.micro_batch_tokens)
         if not batches:
             return
-        references: Sequence[torch.Tensor | None] = [None] * len(batches)
-        if algorithm.kl_coefficient > 0:
-            references = self.policy.reference_logprobs(batches)
-        statistics.loss = 0.0
-        for batch, reference in zip(batches, references, strict=True):
-            loss = self.micro_batch_loss(batch, reference, denominators, statistics)
-            loss.backward()
-            statistics.loss += float(loss.detach())
+        statistics.begin_update()
+        for batch in batches:
+            self.accumulate_gradient(batch, denominators, statistics)
         if statistics.num_updates == 0:
             self.examine_mismatch(step, moving, statistics)
         statistics.grad_norm = max(statistics.grad_norm, self.optimizer.step(rate))
         statistics.num_updates += 1
 
-    def micro_batch_loss(
-        self,
-        batch: PackedBatch,
-        reference: torch.Tensor | None,
-        denominators: Denominators,
-        statistics: LearnStatistics,
-    ) -> torch.Tensor:
-        """This micro-batch's share of the loss of the whole optimiser step, a scalar with gradient."""
-        algorithm = self.config.algorithm
-        logprobs, _ = self.policy.logprobs(batch)  # [C]
-        if statistics.num_updates == 0 and not algorithm.recompute_logprobs:
+    def accumulate_gradient(self, batch: PackedBatch, denominators: Denominators, statistics: LearnStatistics) -> None:
+        """Adds a micro-batch's share of the gradient of the whole optimiser step."""
+        logprobs, entropy = self.policy.logprobs(batch)  # [C] each
+        if statistics.num_updates == 0 and not self.config.algorithm.recompute_logprobs:
             statistics.mismatch.append(measure_mismatch(logprobs, batch.sampler_logprobs))
-        losses, clipped = clipped_policy_loss(
-            logprobs, batch.old_logprobs, batch.advantages, algorithm.clip_low, algorithm.clip_high
-        )
-        if algorithm.recompute_logprobs:
-            losses = losses * importance_weights(batch.old_logprobs, batch.sampler_logprobs, algorithm.importance_cap)
-        if reference is not None:
-            losses = losses + algorithm.kl_coefficient * kl_estimate(logprobs, reference, algorithm.kl_estimator)
-            statistics.kl_sum += float(kl_estimate(logprobs.detach(), reference, "k3").double().sum())
-        statistics.clipped_low += clipped.low
-        statistics.clipped_high += clipped.high
-        statistics.num_tokens += batch.num_completion_tokens
-        statistics.num_input_tokens += batch.num_input_tokens
-        return (losses * token_weights(batch.lengths, denominators, algorithm.aggregation)).sum()
-
-    def recompute_logprobs(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
-        """Takes the old logprobs from a forward pass of the trainer, and measures how far the sampler's are off."""
-        weights = []
-        for batch in pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens):
-            logprobs = self.policy.frozen_logprobs(batch)
-            statistics.mismatch.append(measure_mismatch(logprobs, batch.sampler_logprobs))
-            weights.append(importance_weights(logprobs, batch.sampler_logprobs, self.config.algorithm.importance_cap))
-            parts = logprobs.split(batch.lengths.tolist())
-            for index, part in zip(batch.sample_indices, parts, strict=True):
-                samples[index].old_logprobs = part.numpy().copy()
-        statistics.importance = importance_metrics(torch.cat(weights)) if weights else {}
+        micro = micro_batch_loss(logprobs, entropy, batch, denominators, self.config.loss)
+        micro.loss.backward()
+        statistics.add(batch, micro)
 
     def examine_mismatch(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Asks the engine why the logprobs differ, while its weights are still those that sampled.
@@ -238,3 +253,12 @@ class GRPOTrainer:
         rewards = [sample.reward for sample in samples]
         lengths = [sample.num_tokens for sample in samples]
         return samples, evaluate_rewards(rewards, lengths, section.success_threshold)
+
+
+def _by_sample(
+    samples: Sequence[Sample], batches: Sequence[PackedBatch], values: Sequence[torch.Tensor]
+) -> Iterator[tuple[Sample, np.ndarray]]:
+    """Each sample that is in a batch, with a copy of its part of the batch's values [C]."""
+    for batch, part in zip(batches, values, strict=True):
+        for index, own in zip(batch.sample_indices, part.split(batch.lengths.tolist()), strict=True):
+            yield samples[index], own.cpu().numpy().copy()

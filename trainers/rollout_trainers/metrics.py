@@ -9,9 +9,22 @@ import numpy as np
 
 from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import TreatyPlan
-from rollout_trainers.advantages import GroupStatistics
+from rollout_trainers.advantages import group_statistics
 from rollout_trainers.corrections import Mismatch
+from rollout_trainers.loss_config import LossSection
+from rollout_trainers.objective import MicroBatchLoss
+from rollout_trainers.packing import PackedBatch
 from rollout_trainers.types import Sample
+
+
+@dataclass(slots=True)
+class UpdateClips:
+    """How many of an optimiser step's tokens were clipped, see `losses.ClipCounts`."""
+
+    low: int = 0
+    high: int = 0
+    dual: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -24,25 +37,50 @@ class LearnStatistics:
     num_updates: int = 0
     num_tokens: int = 0
     num_input_tokens: int = 0
-    clipped_low: int = 0
-    clipped_high: int = 0
+    clips: list[UpdateClips] = field(default_factory=list)  # one an optimiser step
     kl_sum: float = 0.0
+    drift_sum: float = 0.0  # old - new logprobs
     mismatch: list[Mismatch] = field(default_factory=list)  # one a micro-batch, before the first update
-    importance: dict[str, float] = field(default_factory=dict)
+    correction: dict[str, float] = field(default_factory=dict)  # where the old logprobs were recomputed
 
-    def metrics(self, with_kl: bool) -> dict[str, float]:
+    def begin_update(self) -> None:
+        """An optimiser step begins."""
+        self.loss = 0.0
+        self.clips.append(UpdateClips())
+
+    def add(self, batch: PackedBatch, micro: MicroBatchLoss) -> None:
+        """Counts a micro-batch of the optimiser step that has begun last."""
+        self.loss += float(micro.loss.detach())
+        clips = self.clips[-1]
+        clips.low += micro.clipped.low
+        clips.high += micro.clipped.high
+        clips.dual += micro.clipped.dual
+        clips.num_tokens += batch.num_completion_tokens
+        self.kl_sum += micro.kl_sum
+        self.drift_sum += micro.drift_sum
+        self.num_tokens += batch.num_completion_tokens
+        self.num_input_tokens += batch.num_input_tokens
+
+    def metrics(self, section: LossSection) -> dict[str, float]:
+        """`clip_ratio/low_min` and `high_max` are over the optimiser steps, the others over their tokens."""
         tokens = max(1, self.num_tokens)
+        low, high = sum(clips.low for clips in self.clips), sum(clips.high for clips in self.clips)
         result = {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
-            "clip_ratio/low_mean": self.clipped_low / tokens,
-            "clip_ratio/high_mean": self.clipped_high / tokens,
-            "clip_ratio/region_mean": (self.clipped_low + self.clipped_high) / tokens,
+            "clip_ratio/low_mean": low / tokens,
+            "clip_ratio/low_min": min((clips.low / clips.num_tokens for clips in self.clips), default=0.0),
+            "clip_ratio/high_mean": high / tokens,
+            "clip_ratio/high_max": max((clips.high / clips.num_tokens for clips in self.clips), default=0.0),
+            "clip_ratio/region_mean": (low + high) / tokens,
+            "ppo_kl": self.drift_sum / tokens,
         }
-        if with_kl:
+        if section.dual_clip is not None:
+            result["clip_ratio/dual_mean"] = sum(clips.dual for clips in self.clips) / tokens
+        if section.uses_kl:
             result["kl"] = self.kl_sum / tokens
-        return result | self.merged_mismatch().metrics() | self.importance
+        return result | self.merged_mismatch().metrics() | self.correction
 
     def merged_mismatch(self) -> Mismatch:
         """Over all tokens that were compared so far."""
@@ -59,10 +97,11 @@ def merge_mismatches(parts: Sequence[Mismatch]) -> Mismatch:
     return Mismatch(max(part.max for part in parts), mean, kl, num)
 
 
-def sample_metrics(samples: Sequence[Sample], groups: GroupStatistics) -> dict[str, float]:
-    """Rewards, completion lengths and entropy of a step's samples."""
+def sample_metrics(samples: Sequence[Sample], group_size: int, section: LossSection) -> dict[str, float]:
+    """Rewards, completion lengths and entropy of a step's samples, in groups of `group_size`."""
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.num_tokens for sample in samples])
+    groups = group_statistics(rewards, group_size)
     terminated = lengths[[not sample.is_truncated for sample in samples]]
     entropy = np.concatenate([sample.entropy for sample in samples])
     result = {
@@ -80,6 +119,8 @@ def sample_metrics(samples: Sequence[Sample], groups: GroupStatistics) -> dict[s
         result["completions/max_terminated_length"] = float(terminated.max())
     if entropy.size:
         result["entropy"] = float(entropy.mean(dtype=np.float64))
+    if section.overlong_buffer > 0:
+        result["overlong_penalty/mean"] = float(np.mean([sample.penalty for sample in samples]))
     for name in samples[0].rewards:
         values = np.array([sample.rewards[name] for sample in samples])
         result[f"rewards/{name}/mean"] = float(values.mean())

@@ -24,7 +24,8 @@ class PackedBatch:
     `first`: int64 [T], the first place of each row. `rows`: int64 [C], the row whose hidden state predicts completion
     token `targets` int64 [C]. `lengths`: int64 [S], completion tokens of each sequence. `sampler_logprobs`,
     `old_logprobs` (the ratio's denominator: the sampler's, unless the trainer recomputed them), `advantages`:
-    float32 [C]. `sample_indices`: positions in the list that was packed.
+    float32 [C]. `reference_logprobs`, `importance`: float32 [C], where the samples have them. `sample_indices`:
+    positions in the list that was packed.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +40,8 @@ class PackedBatch:
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     sample_indices: tuple[int, ...]
+    reference_logprobs: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
 
     @property
     def num_input_tokens(self) -> int:
@@ -116,7 +119,6 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
         layout.add(sample)
     chosen = [samples[index] for index in indices]
     lengths = torch.tensor([sample.num_tokens for sample in chosen], dtype=torch.int64)
-    advantages = torch.tensor([sample.advantage for sample in chosen], dtype=torch.float32)
     return PackedBatch(
         input_ids=torch.tensor(layout.input_ids, dtype=torch.int64),
         positions=_joined(layout.positions),
@@ -128,13 +130,26 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
         lengths=lengths,
         sampler_logprobs=_joined([sample.sampled_logprobs for sample in chosen]),
         old_logprobs=_joined([_old_logprobs(sample) for sample in chosen]),
-        advantages=advantages.repeat_interleave(lengths),
+        advantages=_joined([_advantages(sample) for sample in chosen]),
         sample_indices=tuple(indices),
+        reference_logprobs=_joined_where_there([sample.reference_logprobs for sample in chosen]),
+        importance=_joined_where_there([sample.importance for sample in chosen]),
     )
 
 
 def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
+
+
+def _joined_where_there(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+    there = [part for part in parts if part is not None]
+    return _joined(there) if len(there) == len(parts) else None
+
+
+def _advantages(sample: Sample) -> np.ndarray:
+    if sample.token_advantages is not None:
+        return sample.token_advantages
+    return np.full(sample.num_tokens, sample.advantage, dtype=np.float32)
 
 
 def _old_logprobs(sample: Sample) -> np.ndarray:

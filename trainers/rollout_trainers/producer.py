@@ -49,13 +49,32 @@ def select_examples(examples: Sequence[Example], step: int, count: int, seed: in
 
     The steps walk through one shuffle of all examples after the other, each a function of (seed, its number).
     """
+    return [examples[index] for index in _walk(len(examples), (step - 1) * count, count, (seed, "order"))]
+
+
+def select_further_examples(
+    examples: Sequence[Example], step: int, per_step: int, first: int, count: int, seed: int
+) -> list[Example]:
+    """`count` examples that step `step` takes beside its own `per_step`, of which it has taken `first` already: a pure
+    function of the arguments.
+
+    They come from shuffles, one after the other, of the examples that are not the step's own (of all where all are).
+    """
+    own = set(_walk(len(examples), (step - 1) * per_step, per_step, (seed, "order")))
+    others = [index for index in range(len(examples)) if index not in own] or [*range(len(examples))]
+    return [examples[others[index]] for index in _walk(len(others), first, count, (seed, "further", step))]
+
+
+def _walk(num: int, first: int, count: int, seed: tuple[int | str, ...]) -> list[int]:
+    """`count` indices below `num` from place `first` on of an endless walk, in which every `num` places are a shuffle
+    of their own."""
     orders: dict[int, np.ndarray] = {}
     chosen = []
-    for place in range((step - 1) * count, step * count):
-        epoch, offset = divmod(place, len(examples))
+    for place in range(first, first + count):
+        epoch, offset = divmod(place, num)
         if epoch not in orders:
-            orders[epoch] = np.random.default_rng(derive_seed(seed, "order", epoch)).permutation(len(examples))
-        chosen.append(examples[int(orders[epoch][offset])])
+            orders[epoch] = np.random.default_rng(derive_seed(*seed, epoch)).permutation(num)
+        chosen.append(int(orders[epoch][offset]))
     return chosen
 
 
@@ -72,8 +91,9 @@ class RolloutProducer:
         self.max_tokens = max_tokens
         self.seed = seed
 
-    def produce(self, step: int, examples: Sequence[Example], group_size: int) -> list[Sample]:
-        """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place).
+    def produce(self, step: int, examples: Sequence[Example], group_size: int, first_place: int = 0) -> list[Sample]:
+        """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place),
+        where places count from `first_place` on.
 
         Raises `ValueError` for samples whose logprobs a trainer cannot reproduce from logits and temperature, since
         their importance ratios would be wrong: an engine that filters, masks, or changes logits of its own accord.
@@ -85,9 +105,9 @@ class RolloutProducer:
                 max_tokens=self.max_tokens,
                 seed=derive_seed(self.seed, "rollout", step, place),
             )
-            for place in range(len(examples))
+            for place in range(first_place, first_place + len(examples))
         ]
-        return self._generate(examples, params, is_trained_on=True)
+        return self._generate(examples, params, is_trained_on=True, first_place=first_place)
 
     def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]:
         """One sample of each example; the seeds are the same whenever it is called."""
@@ -100,7 +120,11 @@ class RolloutProducer:
         return self._generate(examples, params)
 
     def _generate(
-        self, examples: Sequence[Example], params: Sequence[SamplingParams], is_trained_on: bool = False
+        self,
+        examples: Sequence[Example],
+        params: Sequence[SamplingParams],
+        is_trained_on: bool = False,
+        first_place: int = 0,
     ) -> list[Sample]:
         prompts = [encode_prompt(example.prompt, self.tokenizer).token_ids for example in examples]
         version = self.engine.policy_version
@@ -110,7 +134,7 @@ class RolloutProducer:
                 _check_reproducible(output, self.temperature)
         return [
             _sample(example, group, output, completion, version)
-            for group, (example, output) in enumerate(zip(examples, outputs, strict=True))
+            for group, (example, output) in enumerate(zip(examples, outputs, strict=True), first_place)
             for completion in output.outputs
         ]
 

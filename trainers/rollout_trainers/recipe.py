@@ -20,6 +20,19 @@ import yaml
 from rollout_trainers.config import RunConfig
 from rollout_trainers.recipe_errors import unknown_name
 
+# Choices of the objective that recipes could name in the section `algorithm` before there was a section for them.
+_CHOICES_OF_LOSS = (
+    "clip_low",
+    "clip_high",
+    "aggregation",
+    "loss_normalizer",
+    "advantage_scale",
+    "kl_coefficient",
+    "kl_estimator",
+    "drop_truncated",
+    "importance_cap",
+)
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML recipe describes, with `section.key=value` overrides applied.
@@ -46,6 +59,7 @@ def config_from_values(values: Mapping[str, Any], overrides: Sequence[str] = ())
     merged = _deep_copy(values)
     for override in overrides:
         _apply_override(merged, override)
+    _move_choices_of_loss(merged)
     return _build(RunConfig, merged, "")
 
 
@@ -64,6 +78,17 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise ValueError(f"override {override!r} is not valid: {section!r} is not a section")
         values = inner
     values[name] = yaml.safe_load(text)
+
+
+def _move_choices_of_loss(values: dict[str, Any]) -> None:
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    for name in [name for name in _CHOICES_OF_LOSS if name in algorithm]:
+        loss = values.setdefault("loss", {})
+        if not isinstance(loss, dict) or name in loss:
+            raise ValueError(f"algorithm.{name} and loss.{name} are both given: leave the first out")
+        loss[name] = algorithm.pop(name)
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:

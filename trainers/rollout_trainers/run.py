@@ -84,8 +84,7 @@ def run(
     progress.say(f"{config.name}: loading {config.model}")
     engine = _make_engine(config)
     producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
-    keep_reference = config.algorithm.kl_coefficient > 0
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference)
+    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)

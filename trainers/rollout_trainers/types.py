@@ -52,13 +52,23 @@ class Sample:
     receipt_id: str | None = None  # of the weights that sampled it
     reward: float = 0.0  # filled by `rewards.score`, as are `rewards`
     rewards: dict[str, float] = field(default_factory=dict)
-    advantage: float = 0.0  # filled by the trainer
-    old_logprobs: np.ndarray | None = None  # filled where the trainer recomputes them; None: the sampler's are used
+    # What follows is filled by the trainer. The arrays are frozen at the start of a step's updates.
+    penalty: float = 0.0  # what is added to the reward for its length, at most 0
+    advantage: float = 0.0  # the mean over its tokens where `token_advantages` has one for each
+    token_advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None  # None: the sampler's are used
+    reference_logprobs: np.ndarray | None = None  # of the policy that the run began with, for a KL term
+    importance: np.ndarray | None = None  # weights that account for a sampler that is not the trainer
 
     @property
     def num_tokens(self) -> int:
         """Completion tokens: the engine's own count, never inferred from token values."""
         return len(self.completion_token_ids)
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether some token's advantage is not zero."""
+        return bool(self.token_advantages.any()) if self.token_advantages is not None else self.advantage != 0.0
 
     @property
     def is_truncated(self) -> bool:
