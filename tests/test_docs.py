@@ -8,8 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout import LLM, SamplingParams
+from rollout.weights.receipt import parameters_fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +41,19 @@ def test_the_code_about_adapters_trains_one_and_samples_with_it(tmp_path: Path, 
     assert "policy 1," in first and "policy 2," in second
     assert len({line.split("fingerprint ")[1].split(",")[0] for line in (first, second)}) == 2  # the adapter did move
     assert "lora_name='policy'" in last and "lora_name='saved'" in last and last.endswith("None] {1, 7}")
+
+
+def test_the_code_about_draft_models_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8").split("## A draft model")[1]
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    model, draft = tiny_model(tokenizer=True), tiny_model(tokenizer=True, seed=3, num_layers=1)
+    names: dict[str, Any] = {"MODEL": str(model), "DRAFT": str(draft), "LLM": LLM, "SamplingParams": SamplingParams}
+    drafter = {name: 2 * tensor for name, tensor in load_file(draft / "model.safetensors").items()}
+    names |= {"policy": load_file(model / "model.safetensors"), "drafter": drafter}
+    exec(compile(block, "speculation.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == [parameters_fingerprint(drafter.items(), torch.float32)]
+    wanted = LLM(model).generate("Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=24))[0]
+    assert names["output"].outputs[0].token_ids == wanted.outputs[0].token_ids
 
 
 def test_the_code_about_trees_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,8 +83,16 @@ ALWAYS = {"max_batch_for_speculation": 100, "only_if_faster": False}
 SPECULATION = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, **ALWAYS},
     {"method": "suffix", "num_speculative_tokens": 16},
+    {"method": "draft_model", "num_speculative_tokens": 3, **ALWAYS},  # which is the model itself
 ]
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
+
+
+def with_model(speculative: dict[str, object] | None, setting: dict[str, object]) -> dict[str, object] | None:
+    """A draft model is the model itself, where there is one."""
+    if speculative is None or speculative["method"] != "draft_model":
+        return speculative
+    return {**speculative, "model": str(setting["model"])}
 
 
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
@@ -179,7 +187,7 @@ def test_outputs_are_bit_identical_under_every_option(
             swap_space=num_blocks * block_bytes if preemption_mode == "swap" else 0,
             scheduling_policy=policy,
             num_threads=num_threads,
-            speculative_config=speculative,
+            speculative_config=with_model(speculative, setting),
         )
         priority = [i % 3 for i in range(len(order))] if policy == "priority" else None
         outputs = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], priority=priority)
@@ -226,9 +234,11 @@ def test_forced_preemption_changes_nothing(
         assert all(same(a, b) for a, b in zip(output.outputs, wanted, strict=True))
 
 
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("method", "preemption_mode"), [("suffix", "recompute"), ("suffix", "swap"), ("draft_model", "recompute")]
+)
 def test_drafts_that_are_mostly_right_change_nothing(
-    setting: dict[str, object], expected: list[list[CompletionOutput]], preemption_mode: str
+    setting: dict[str, object], expected: list[list[CompletionOutput]], method: str, preemption_mode: str
 ) -> None:
     # cases SD-01, SD-02
     block_bytes = _slot_bytes(setting) * 16
@@ -239,7 +249,7 @@ def test_drafts_that_are_mostly_right_change_nothing(
         preemption_mode=preemption_mode,
         swap_space=40 * block_bytes if preemption_mode == "swap" else 0,
         max_num_batched_tokens=50,
-        speculative_config={"method": "suffix", "num_speculative_tokens": 5, **ALWAYS},
+        speculative_config=with_model({"method": method, "num_speculative_tokens": 5, **ALWAYS}, setting),
     )
     counts: list[tuple[float, float]] = []
     for _ in range(2):  # the second time every sample has been seen
