@@ -21,6 +21,7 @@ from rollout import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tests.support.drafters import make_eagle, make_medusa
 from tests.support.tiny import make_tiny_llama
 
 SHARED = list(range(40, 75))
@@ -84,15 +85,22 @@ SPECULATION = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, **ALWAYS},
     {"method": "suffix", "num_speculative_tokens": 16},
     {"method": "draft_model", "num_speculative_tokens": 3, **ALWAYS},  # which is the model itself
+    {"method": "medusa", "num_speculative_tokens": 2, **ALWAYS},  # whose heads say what the model has said before
+    {"method": "eagle", "num_speculative_tokens": 3, **ALWAYS},  # a random layer
 ]
+HEADS = ("medusa", "eagle")
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
 
 
 def with_model(speculative: dict[str, object] | None, setting: dict[str, object]) -> dict[str, object] | None:
-    """A draft model is the model itself, where there is one."""
-    if speculative is None or speculative["method"] != "draft_model":
+    """A draft model is the model itself, where there is one; heads lie in its folder."""
+    if speculative is None or speculative["method"] not in ("draft_model", *HEADS):
         return speculative
-    return {**speculative, "model": str(setting["model"])}
+    folder = Path(str(setting["model"]))
+    return {
+        **speculative,
+        "model": str(folder if speculative["method"] == "draft_model" else folder / str(speculative["method"])),
+    }
 
 
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
@@ -120,6 +128,8 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = make_tiny_llama(
         tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True, tokenizer=True
     )
+    make_medusa(folder / "medusa", strength=0.0)
+    make_eagle(folder / "eagle")
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
     quantised = {"quantization": "int8" if int8 else None, "kv_cache_dtype": "int8" if int8 else "auto"}
@@ -172,7 +182,8 @@ def test_outputs_are_bit_identical_under_every_option(
     order: list[int],
 ) -> None:
     # cases SC-01, SE-02, SE-04
-    block_bytes = _slot_bytes(setting) * (-(-block_size // 16) * 16)
+    has_features = speculative is not None and speculative["method"] in HEADS
+    block_bytes = _slot_bytes(setting, has_features) * (-(-block_size // 16) * 16)
     num_blocks = -(-(75 + spare_tokens) // block_size) + 1
     threads = torch.get_num_threads()
     try:
@@ -201,13 +212,14 @@ def test_outputs_are_bit_identical_under_every_option(
     assert llm.get_metrics()["kv_cache_usage"] == 0
 
 
-def _slot_bytes(setting: dict[str, object]) -> int:
-    """Bytes of one token's place in the KV pool."""
+def _slot_bytes(setting: dict[str, object], has_features: bool = False) -> int:
+    """Bytes of one token's place in the KV pool, and of its feature beside it."""
     bfloat16 = '"bfloat16"' in (Path(str(setting["model"])) / "config.json").read_text()
+    feature = 64 * (2 if bfloat16 else 4) if has_features else 0
     vector = 32 * (2 if bfloat16 else 4)  # padded head_dim
     if setting["kv_cache_dtype"] == "int8":
         vector = 32 + 4  # and a scale
-    return 2 * 2 * 2 * vector  # layers, k and v, kv heads
+    return 2 * 2 * 2 * vector + feature  # layers, k and v, kv heads
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
