@@ -241,9 +241,11 @@ def test_replicas_speculate_too(folder: Path, plain: LLM) -> None:
     params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True, n=2, logprobs=1)
     text = plain.generate(PROMPT, params)[0].outputs[0].text
     stopped = replace(params, stop=[text[20:22]])
+    penalised = replace(params, frequency_penalty=-1.0, bad_words=["a", "e"])  # case SD-02
+    structured = replace(params, structured_outputs=StructuredOutputsParams(regex="([ab]{3,5}!)+"))
     with make(folder, SUFFIX, data_parallel_size=2) as llm:
         for _ in range(3):  # a prompt does not always come to the same rank
-            for asked in (params, stopped):
+            for asked in (params, stopped, penalised, structured):
                 assert_same(llm.generate(PROMPTS, asked), plain.generate(PROMPTS, asked))
         assert accepted(llm) > 100
         assert llm.get_metrics()["kv_cache_usage"] == 0
