@@ -177,7 +177,7 @@ class Speculation:
         return None if self._make_drafter is None else self._make_drafter(request)
 
     def _foresee(self, request: Request, sample: _Sample) -> float:
-        """Settles how many drafts it should have in the step that comes, and what they are where that is known: the text
+        """Settles how many drafts it should have in the step that comes, and what they are if that is known: the text
         that it has to go on with, or what its drafter is sure enough of. Returns how many are expected to be right."""
         sample.text, sample.guesses = [], []
         rate = sample.rate

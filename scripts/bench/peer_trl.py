@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
-def answer_stands_in_it(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+def answer_stands_in_it(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float | None]:
     """TRL's reward signature, on conversations."""
     return [float(right in completion[0]["content"]) for completion, right in zip(completions, answer, strict=True)]
 
@@ -75,7 +75,7 @@ def main() -> None:
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 3
     kind = sys.argv[3] if len(sys.argv) > 3 else "transformers"
     arguments, of_trainer = engine_options(kind, model_dir, sys.argv[4] if len(sys.argv) > 4 else "float32")
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
     clock = ProcessorTime()
     with tempfile.TemporaryDirectory() as output_dir:

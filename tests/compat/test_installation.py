@@ -13,6 +13,7 @@ import rollout
 import rollout.compat
 from rollout.compat.vllm import LLM
 from tests.support.tiny import make_tiny_llama
+from tests.support.trl import needs_trl
 
 
 def test_importing_the_package_puts_nothing_in_the_place_of_vllm():
@@ -37,6 +38,7 @@ def test_names_that_clients_import_are_there_until_uninstall(stand_in: None):
         importlib.import_module("vllm.sampling_params")
 
 
+@needs_trl
 def test_trl_takes_it_for_a_version_that_it_supports(stand_in: None, recwarn: pytest.WarningsRecorder):
     from trl.import_utils import is_vllm_available
 

@@ -11,11 +11,13 @@ import pytest
 import rollout.compat
 from tests.support.distributed import ROOT
 from tests.support.tiny import make_tiny_llama
+from tests.support.trl import needs_trl
 
 PAGE = (ROOT / "docs" / "trl.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 
 
+@needs_trl
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["colocate", "rollout_func"])
 def test_programs_end_with_the_receipt_of_the_second_policy(

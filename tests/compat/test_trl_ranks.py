@@ -16,8 +16,9 @@ import pytest
 
 from tests.support.distributed import ROOT, run_ranks
 from tests.support.tiny import make_tiny_llama
+from tests.support.trl import needs_trl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_trl]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
 
 SAME = 1e-4  # nats a token

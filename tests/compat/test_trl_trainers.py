@@ -17,9 +17,19 @@ import rollout.compat
 from rollout.compat.vllm import LLM
 from rollout.errors import TiedTensorError, WeightsNotLoadedError
 from tests.support.tiny import make_tiny_llama
-from tests.support.trl import ENGINE, MAX_TOKENS, grpo_trainer, logged, online_dpo_trainer, rloo_trainer, spread
+from tests.support.trl import (
+    ENGINE,
+    MAX_TOKENS,
+    conversations,
+    grpo_trainer,
+    logged,
+    needs_trl,
+    online_dpo_trainer,
+    rloo_trainer,
+    spread,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stand_in")]
+pytestmark = [pytest.mark.slow, needs_trl, pytest.mark.usefixtures("stand_in")]
 
 SAME = 1e-4  # nats a token: float32 sums in another order
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -114,8 +124,6 @@ def test_grpo_within_a_grammar_and_with_sampling_options(folder: Path, tmp_path:
 
 
 def test_grpo_evaluates_with_the_policy_of_the_moment(folder: Path, tmp_path: Path):
-    from tests.support.trl import conversations
-
     data = conversations().select(range(2))
     trainer = grpo_trainer(
         folder, tmp_path, use_vllm=True, eval_strategy="steps", eval_steps=1, eval_dataset=data,

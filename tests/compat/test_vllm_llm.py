@@ -159,7 +159,10 @@ def test_equal_rows_are_samples_of_one_prompt_that_is_computed_once(llm: LLM, ch
     assert [output.prompt_token_ids for output in outputs] == [PROMPT] * 4 + [other] * 2 + [PROMPT]
     assert all(len(output.outputs) == 1 and output.outputs[0].index == 0 for output in outputs)
     samples = [sample for output in expected for sample in output.outputs]
-    assert [output.outputs[0].token_ids for output in outputs] == [sample.token_ids for sample in samples]
+    for output, sample in zip(outputs, samples, strict=True):  # bit for bit, under their own seeds and indices
+        row = output.outputs[0]
+        assert (row.token_ids, row.seed, row.sample_index) == (sample.token_ids, sample.seed, sample.sample_index)
+        assert np.array_equal(row.sampled_logprobs, sample.sampled_logprobs)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 7
     assert llm.engine.counters.num_computed_tokens == computed
 

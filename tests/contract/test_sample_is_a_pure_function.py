@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,23 @@ def test_drafts_that_are_mostly_right_change_nothing(
     assert llm.get_metrics()["num_preemptions_total"] > 0
     llm.engine.scheduler.check_integrity()
     assert llm.get_metrics()["kv_cache_usage"] == 0
+
+
+def test_greedy_samples_are_the_same_where_drafts_are_verified_by_rejection(setting: dict[str, object]) -> None:
+    # case SD-01
+    greedy = [replace(params, temperature=0) for params in PARAMS]
+    wanted = LLM(**setting, kv_cache_memory="16MiB").generate(PROMPTS, greedy)  # type: ignore[arg-type]
+    llm = LLM(
+        **setting,  # type: ignore[arg-type]
+        kv_cache_memory=26 * _slot_bytes(setting) * 16,
+        block_size=4,
+        max_num_batched_tokens=50,
+        speculative_config={**SPECULATION[0], "verification": "rejection"},
+    )
+    for mine, other in zip(llm.generate(PROMPTS, greedy), wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(mine.outputs, other.outputs, strict=True))
+    metrics = llm.get_metrics()
+    assert metrics["accepted_draft_tokens_total"] > 50 and metrics["num_preemptions_total"] > 0
 
 
 def test_an_aborted_sample_resumes_as_if_it_had_never_stopped(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra `trl`")
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when a trainer is made: online DPO and rollout_func are such
 
