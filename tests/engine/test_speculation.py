@@ -125,6 +125,26 @@ def test_logprobs_are_those_of_each_prefix_also_beside_chunked_prompts(
             assert np.array_equal(output.outputs[0].raw_logprobs, score.logprobs[len(prompt) - 1 :])
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"temperature in degrees": {"type": "integer"}, "is it raining outside": {"type": "boolean"}},
+    "required": ["temperature in degrees", "is it raining outside"],
+}
+
+
+# case SD-02
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_that_a_schema_prescribes_takes_few_steps(plain: LLM, llm: LLM, temperature: float) -> None:
+    schema = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    params = SamplingParams(n=2, seed=4, temperature=temperature, max_tokens=100, structured_outputs=schema)
+    expected = plain.generate(PROMPTS, params)
+    before = llm.get_metrics()["num_steps_total"]
+    assert_same(llm.generate(PROMPTS, params), expected)
+    most_tokens = max(len(sample.token_ids) for output in expected for sample in output.outputs)
+    assert most_tokens >= 60  # 55 of them are prescribed, in five parts
+    assert llm.get_metrics()["num_steps_total"] - before <= most_tokens - 30
+
+
 @pytest.fixture(scope="module")
 def seen(folder: Path, plain: LLM) -> tuple[LLM, Callable[..., SamplingParams], list[int]]:
     """An engine that has seen a sample of a prompt, so that it can guess all of it: parameters, and its tokens."""
