@@ -21,6 +21,7 @@ from rollout import (
     SpeculativeConfig,
     StructuredOutputsParams,
 )
+from rollout.request import Request
 from tests.support.tiny import make_tiny_llama
 
 PROMPT = [*range(40, 60), *range(40, 60), *range(40, 44)]
@@ -291,3 +292,25 @@ def test_the_configuration_is_an_object_or_its_fields(folder: Path) -> None:
     assert config.speculative_config == SpeculativeConfig("ngram")
     assert make(folder, SpeculativeConfig("suffix")).config.speculative_config == SpeculativeConfig("suffix")
     assert "draft_tokens_total" not in make(folder, None).get_metrics()
+
+
+def test_drafters_learn_from_what_else_could_have_come(folder: Path, plain: LLM) -> None:
+    params = SamplingParams(max_tokens=20, seed=2, ignore_eos=True, n=4)
+    llm = make(folder, SUFFIX)
+    seen: list[tuple[int, int, list[int], list[float]]] = []
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    tell = speculation.saw
+
+    def listen(request: Request, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        seen.append((position, token_id, likely, shares))
+        tell(request, position, token_id, likely, shares)
+
+    speculation.saw = listen
+    assert_same(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
+    assert len(seen) > 40
+    assert all(position >= 3 and 0 < sum(shares) < 1.001 and len(likely) == 6 for position, _, likely, shares in seen)
+    greedy = replace(params, temperature=0.0, n=1)
+    seen.clear()
+    llm.generate(PROMPTS, greedy)
+    assert not seen

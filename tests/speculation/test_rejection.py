@@ -299,6 +299,7 @@ def test_all_numbers_are_those_of_a_forced_token(filters: dict[str, Any]) -> Non
         for draw, token_id in zip(case.draws, sampled.token_ids.tolist(), strict=True)
     ]
     wanted = sample_rows(case.logits, forced, range(len(case.logits)), DirectInputs())
+    assert sum(len(some) for some in case.guesses) < len(case.logits)
     num_replaced = 0
     for first, some, tokens in zip(case.starts(), case.guesses, case.outputs(sampled), strict=True):
         got = slice(first, first + len(tokens))
