@@ -6,7 +6,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
 from rollout_trainers.config import RunConfig
+from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.policy import SharedPolicy
-from rollout_trainers.producer import RolloutProducer
+from rollout_trainers.producer import Producer, RolloutProducer
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
@@ -72,18 +73,22 @@ def run(
     reward_functions: Sequence[RewardFunction] = (),
     train: Sequence[Example] = (),
     evaluation: Sequence[Example] = (),
+    environment: EnvironmentFactory | None = None,
 ) -> RunResult:
     """Trains as `config` says, and reports. The task is `task`, or made of `train`, `evaluation` and
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
-    own). Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another
-    run's checkpoints."""
+    own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
+
+    Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
+    checkpoints.
+    """
     started = time.perf_counter()
-    task = _resolve_task(config, task, reward_functions, train, evaluation)
+    task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
     progress.say(f"{config.name}: loading {config.model}")
     engine = _make_engine(config)
-    producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
+    producer = _make_producer(config, engine, task)
     policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
     treaty = None
     if config.engine.memory_budget is not None:
@@ -100,15 +105,25 @@ def _resolve_task(
     reward_functions: Sequence[RewardFunction],
     train: Sequence[Example],
     evaluation: Sequence[Example],
+    environment: EnvironmentFactory | None,
 ) -> Task:
     if task is not None:
-        return task
+        return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions:
+        if not reward_functions and environment is None:
             raise ValueError("reward_functions is empty: give at least one with the training examples")
-        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions))
+        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
-    return Task(named.name, named.train, named.evaluation, tuple(reward_functions) or named.rewards)
+    return replace(
+        named, rewards=tuple(reward_functions) or named.rewards, environment=environment or named.environment
+    )
+
+
+def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
+    temperature, max_tokens = config.sampling.temperature, config.sampling.max_tokens
+    if task.environment is None:
+        return RolloutProducer(engine, temperature, max_tokens, config.seed)
+    return EpisodeProducer(engine, task.environment, config.environment, temperature, max_tokens, config.seed)
 
 
 def _make_engine(config: RunConfig) -> LLM:
@@ -220,7 +235,7 @@ class Session:
     def _evaluate(self, step: int) -> None:
         if not self.trainer.task.evaluation:
             return
-        samples, self.evaluations[step] = self.trainer.evaluate()
+        samples, self.evaluations[step] = self.trainer.evaluate(step)
         self.tracker.log(step, self.evaluations[step].metrics())
         self.tracker.log_samples(step, self._rows(step, samples, "held out"))
         self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
@@ -259,7 +274,7 @@ class Session:
                 advantage=sample.advantage,
                 num_tokens=sample.num_tokens,
                 finish_reason=sample.finish_reason,
-                columns=dict(sample.example.columns),
+                columns={**sample.example.columns, **sample.logged},
                 split=split,
             )
             for sample in samples[: self.config.tracking.samples]
