@@ -47,10 +47,11 @@ class EventLoopThread:
 
         SystemExit and KeyboardInterrupt, which would end the loop for all, come out as `RuntimeError`.
         """
-        return asyncio.run_coroutine_threadsafe(_guarded(coroutine), self._loop)
+        return asyncio.run_coroutine_threadsafe(guarded(coroutine), self._loop)
 
 
-async def _guarded(coroutine: Coroutine[Any, Any, T]) -> T:
+async def guarded(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns or raises; what would end the loop, in a task, comes out as `RuntimeError`."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
@@ -66,7 +67,7 @@ async def _cancel_all() -> None:
 
 
 async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """What a blocking function returns or raises, without blocking the loop.
+    """What a blocking function returns or raises, without blocking the loop; SystemExit comes out as `RuntimeError`.
 
     It has a thread of its own, which does not keep the process alive: a function that never returns holds up neither
     others nor the end of the program.
@@ -76,14 +77,17 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any
     def work() -> None:
         try:
             result = function(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - whatever it is goes to the caller, as from an executor
-            _settle(done.set_exception, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is goes to the caller, as from an executor
+            is_odd = isinstance(error, StopIteration)  # which no future of asyncio takes
+            settle(done.set_exception, RuntimeError(f"it raised {error!r}") if is_odd else error)
+        except (SystemExit, KeyboardInterrupt) as error:
+            settle(done.set_exception, RuntimeError(f"it raised {error!r}"))
         else:
-            _settle(done.set_result, result)
+            settle(done.set_result, result)
 
-    def _settle(settle: Callable[[Any], None], value: Any) -> None:
+    def settle(take: Callable[[Any], None], value: Any) -> None:
         if done.set_running_or_notify_cancel():  # False: nobody waits any more
-            settle(value)
+            take(value)
 
     threading.Thread(target=work, name="rollout-tool", daemon=True).start()
     return await asyncio.wrap_future(done)

@@ -1,4 +1,4 @@
-"""Episodes as samples: the trainer gets the sampler's own logprobs in every turn, and learns from these tokens alone."""
+"""Episodes as samples: the trainer gets the sampler's own logprobs of every turn, and learns from its tokens alone."""
 
 from __future__ import annotations
 

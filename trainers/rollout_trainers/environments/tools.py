@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transformers.utils.chat_template_utils import get_json_schema
 
 from rollout_trainers.environments.environment import Action, Environment, Observation, StepResult
-from rollout_trainers.event_loop import run_in_thread
+from rollout_trainers.event_loop import guarded, run_in_thread
 from rollout_trainers.types import Example
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -128,10 +128,10 @@ class ToolEnvironment(Environment):
             error = f"there is no tool {call.name!r}, only {', '.join(map(repr, self._functions))}"
         if error is None:
             try:
-                return _as_text(await asyncio.wait_for(self._result(call), self._tool_timeout))
+                return _as_text(await asyncio.wait_for(guarded(self._result(call)), self._tool_timeout))
             except TimeoutError:
                 error = f"{call.name} took more than {self._tool_timeout} s"
-            except (Exception, SystemExit) as raised:  # noqa: BLE001 - whatever a tool raises is its answer
+            except Exception as raised:  # noqa: BLE001 - whatever a tool raises is its answer
                 error = f"{type(raised).__name__}: {raised}"
         self.metrics["tools/failures"] += 1
         if self._on_error == "end":
