@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollout_trainers.environments import Action, StepResult, ToolCall, ToolEnvironment
+from rollout_trainers.environments import Action, Observation, StepResult, ToolCall, ToolEnvironment
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.rewards import final_number_reward
 from rollout_trainers.run import run
+from rollout_trainers.types import Example
 
 VALUES: dict[str, Any] = {
     "name": "tool_use",
@@ -26,8 +27,8 @@ VALUES: dict[str, Any] = {
         "name": "reasoning_gym",
         "parameters": {"dataset": "products", "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3},
         "system_prompt": (
-            "You have a calculator. To use it, answer with an expression between <calc> and </calc>, as in "
-            "<calc>12 * 34</calc>. You are then told its value. Answer with this value."
+            "You have a calculator. To use it, answer with an expression between <calc> and </calc>. You are then told "
+            "its value. Answer with this value."
         ),
         "train_size": 200,
         "eval_size": 100,
@@ -38,7 +39,16 @@ VALUES: dict[str, Any] = {
     "engine": {"max_model_len": 512, "kv_cache_memory": "256 MiB"},
 }
 
-REMINDER = "Use the calculator first. Write only the expression, as in <calc>12 * 34</calc>"
+REMINDER = "Use the calculator first: write only the expression, between <calc> and </calc>."
+WORKED_EXAMPLE = [
+    {
+        "role": "user",
+        "content": "Solve the following multiplication: 12 * 34. Give only the result as your final answer.",
+    },
+    {"role": "assistant", "content": "<calc>12 * 34</calc>"},
+    {"role": "tool", "content": "408"},
+    {"role": "assistant", "content": "408"},
+]
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -77,12 +87,16 @@ def parse(text: str) -> list[ToolCall]:
 
 
 class Calculator(ToolEnvironment):
-    """Reminds of the calculator, once, a policy that answers without it. A first call that has a value earns a little,
-    so that there is something to learn before the first right answer."""
+    """Shows how it is done, and reminds of the calculator, once, a policy that answers without it. A first call that
+    has a value earns a little, so that there is something to learn before the first right answer."""
 
     def __init__(self) -> None:
         super().__init__([calculate], parse=parse, instructions="")
         self.was_reminded = False
+
+    async def reset(self, example: Example) -> Observation:
+        system, question = await super().reset(example)
+        return [system, *WORKED_EXAMPLE, question]
 
     async def step(self, action: Action) -> StepResult:
         calls_before = self.metrics["tools/calls"]

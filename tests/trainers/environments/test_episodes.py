@@ -258,3 +258,15 @@ def test_a_template_that_rewrites_turns_is_refused_unless_asked_for(llm: LLM) ->
     assert refused.error is not None and "does not leave the turns before as they were sampled" in refused.error
     assert taken.finish_reason == "stop" and len(taken.outputs) == 3
     assert tokens_of(taken)[: len(tokens_of(refused))] == tokens_of(refused)
+
+
+@pytest.mark.slow
+def test_engines_in_several_processes_play_the_same_episodes(tmp_path: Path, llm: LLM) -> None:
+    folder = make_tiny_llama(tmp_path / "model", tokenizer=True, near_uniform=True)
+    ours = play(llm, CHAT, Echo)
+    with LLM(folder, kv_cache_memory="8MiB", max_model_len=256, data_parallel_size=2) as replicas:
+        theirs = play(replicas, CHAT, Echo)
+        assert [tokens_of(episode) for episode in theirs] == [tokens_of(episode) for episode in ours]
+        late = play(replicas, CHAT, Echo, EnvironmentSection(episode_timeout=0.001), params=long_params)
+        assert {episode.finish_reason for episode in late} == {"timeout"}
+        assert replicas.num_unfinished == 0
