@@ -37,8 +37,8 @@ FORMS = (
 THINGS = (
     "a lighthouse, the moon, gravity, bread, a violin, chess, the sea, a library, democracy, snow, a bicycle, coffee, "
     "a volcano, money, sleep, a garden, the internet, a bridge, football, honey, a train, a mirror, electricity, "
-    "paper, a market, music, a river, the alphabet, glass, friendship, a clock, rice, the brain, a storm, a camera, cotton, "
-    "a desert, the number zero, tea, a castle"
+    "paper, a market, music, a river, the alphabet, glass, friendship, a clock, rice, the brain, a storm, a camera, "
+    "cotton, a desert, the number zero, tea, a castle"
 )
 HELD_OUT = 4  # every so many-th thing
 

@@ -8,8 +8,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout import LLM, SamplingParams
+from rollout.weights.receipt import parameters_fingerprint
+from rollout_trainers import Example
+from rollout_trainers.drafter import DrafterTrainer, DrafterTraining
+from rollout_trainers.fresh_heads import fresh_medusa
+from rollout_trainers.producer import RolloutProducer
+from tests.support.drafters import make_medusa
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +46,39 @@ def test_the_code_about_adapters_trains_one_and_samples_with_it(tmp_path: Path, 
     assert "policy 1," in first and "policy 2," in second
     assert len({line.split("fingerprint ")[1].split(",")[0] for line in (first, second)}) == 2  # the adapter did move
     assert "lora_name='policy'" in last and "lora_name='saved'" in last and last.endswith("None] {1, 7}")
+
+
+def test_the_code_about_draft_models_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8").split("## A draft model")[1]
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    model, draft = tiny_model(tokenizer=True), tiny_model(tokenizer=True, seed=3, num_layers=1)
+    names: dict[str, Any] = {"MODEL": str(model), "DRAFT": str(draft), "LLM": LLM, "SamplingParams": SamplingParams}
+    drafter = {name: 2 * tensor for name, tensor in load_file(draft / "model.safetensors").items()}
+    names |= {"policy": load_file(model / "model.safetensors"), "drafter": drafter}
+    exec(compile(block, "speculation.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == [parameters_fingerprint(drafter.items(), torch.float32)]
+    plain = LLM(model, kv_cache_memory="1MiB")
+    wanted = plain.generate("Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=24))[0]
+    assert names["output"].outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
+def test_the_code_about_heads_runs(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8").split("## Heads")[1]
+    serving, training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    model = tiny_model(tokenizer=True)
+    names: dict[str, Any] = {"MODEL": str(model), "HEADS": str(make_medusa(tmp_path, num_heads=2)), "LLM": LLM}
+    names |= {"SamplingParams": SamplingParams, "fresh_medusa": fresh_medusa}
+    exec(compile(serving, "speculation.md", "exec"), names)
+    plain = LLM(model)
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=24)
+    assert names["output"].outputs[0].token_ids == plain.generate("Once upon a time", params)[0].outputs[0].token_ids
+    samples = RolloutProducer(plain, 1.0, 12, seed=1).produce(1, [Example("Once upon a time")], 4)
+    names |= {"model": plain.collective_rpc(lambda worker: worker.model)[0], "samples": samples}
+    names |= {"DrafterTrainer": DrafterTrainer, "DrafterTraining": DrafterTraining}
+    exec(compile(training, "speculation.md", "exec"), names)
+    assert names["metrics"]["drafter/loss"] > 0
+    sent = parameters_fingerprint(names["heads"].named_parameters(), torch.float32)
+    assert names["llm"].verify().drafter_fingerprint == sent
 
 
 def test_the_code_about_trees_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ class _Drafted:
 
     request: Request
     num_computed_tokens: int = 0  # leading known tokens whose KV the drafter has
+    plan_number: int = 0  # of the last plan that it was in
 
     @property
     def request_id(self) -> str:
@@ -74,7 +75,8 @@ class DraftPlanner:
         self._in_flight: DraftPlan | None = None
         self._policy_version = 0
         self.num_tokens = 0  # known tokens that the drafter has computed since start
-        self._drafted: dict[str, _Drafted] = {}  # those that run and were drafted; longest ago comes first
+        self._drafted: dict[str, _Drafted] = {}  # those that run and were drafted, by request id
+        self._num_plans = 0
         self.resize(config.num_draft_blocks)
 
     def resize(self, num_blocks: int) -> None:
@@ -132,9 +134,10 @@ class DraftPlanner:
     def forget(self, request: Request) -> None:
         """The request runs no longer: its KV is given back."""
         self._guesses.pop(request.request_id, None)
-        drafted = self._drafted.pop(request.request_id, None)
+        drafted = self._drafted.get(request.request_id)
         if drafted is not None:
             self.kv.forget(drafted)
+            del self._drafted[request.request_id]
 
     def forget_all(self) -> None:
         """No request runs on: all KV is given back. A plan in flight is forgotten, wherever it was interrupted."""
@@ -171,15 +174,16 @@ class DraftPlanner:
                 self._config.max_model_len - num_known - 1,
                 (num_blocks + max(0, foresight.num_free_blocks)) * size - num_known,
             )
-            text = speculation.text(request)[:most] if most > 0 else []
-            num_drafts = len(text) or (min(most, speculation.length(request)) if most > 0 else 0)
-            if num_drafts:
-                if text:
-                    self._guesses[request.request_id] = (num_known, text)
-                else:
-                    wanted.append((request, num_drafts))
-                foresight.budget -= num_drafts
-                foresight.num_free_blocks -= kv.num_blocks_for(num_known + num_drafts) - num_blocks
+            if most <= 0:
+                continue
+            text = speculation.text(request)[:most]  # what its grammar prescribes needs no drafter
+            num_drafts = len(text) or min(most, speculation.length(request))
+            if text:
+                self._guesses[request.request_id] = text
+            elif num_drafts:
+                wanted.append((request, num_drafts))
+            foresight.budget -= num_drafts
+            foresight.num_free_blocks -= kv.num_blocks_for(num_known + num_drafts) - num_blocks
         return wanted
 
     def _foresee(self, kv: KVManager) -> _Foresight:
@@ -220,6 +224,7 @@ class DraftPlanner:
     def _sequences(self, wanted: list[tuple[Request, int]], kv: KVManager) -> list[DraftSequence]:
         if not self.kv.pool.num_blocks:
             return [_sequence(request, request.num_tokens - 1, 1, [], num, kv) for request, num in wanted]
+        self._num_plans += 1
         budget = self._config.max_num_batched_tokens
         kept = {request.request_id for request, _ in wanted}
         computing: set[bytes] = set()  # hashes of the blocks that the drafter fills now
@@ -248,12 +253,12 @@ class DraftPlanner:
         return sequences
 
     def _begin(self, request: Request, computing: set[bytes]) -> _Drafted | None:
-        """The request with what the drafter has of it, or finds in its prefix cache; now the last to go without it.
+        """The request with what the drafter has of it, or finds in its prefix cache.
 
         None where another request's next blocks are its own: once they are filled it hits them.
         """
-        drafted = self._drafted.pop(request.request_id, None) or _Drafted(request)
-        self._drafted[request.request_id] = drafted
+        drafted = self._drafted.setdefault(request.request_id, _Drafted(request))
+        drafted.plan_number = self._num_plans
         if not self.kv.holds_blocks(drafted):
             limit = (request.num_tokens - 1) // self.kv.block_size
             hits = self.kv.cached_prefix(drafted, limit)
@@ -265,7 +270,8 @@ class DraftPlanner:
 
     def _reserve(self, drafted: _Drafted, num_drafts: int, kept: set[str]) -> int:
         """Blocks for all known tokens of a request, and for its guesses but the last. Those that are not in `kept` go
-        without theirs where it needs them; it does so itself where its known tokens do not fit.
+        without theirs where it needs them, planned longest ago first; it does so itself where its known tokens do not
+        fit.
 
         Returns for how many tokens there are slots now.
         """
@@ -276,7 +282,7 @@ class DraftPlanner:
         if pool.num_free < num_wanted:
             idle = [other for request_id, other in self._drafted.items() if request_id not in kept]
             if pool.num_free + sum(len(self.kv.block_ids(other)) for other in idle) >= num_needed:
-                for other in idle:
+                for other in sorted(idle, key=lambda other: other.plan_number):
                     if pool.num_free < num_wanted:
                         self._release(other)
         if pool.num_free < num_needed:

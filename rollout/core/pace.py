@@ -36,8 +36,10 @@ class _Steps:
 
 def _averaged(average: float, value: float) -> float:
     """The exponential average with one value more. What is much longer than usual (a step that is recorded, a machine
-    that does something else) does not count for all that it is."""
-    return value if not average else average + _WEIGHT * (min(value, 2 * average) - average)
+    that does something else) does not count for all that it is; where it came first, it does not count at all."""
+    if value < average / 2 or not average:
+        return value
+    return average + _WEIGHT * (min(value, 2 * average) - average)
 
 
 class Pace:
@@ -48,6 +50,7 @@ class Pace:
         self._balance = 0.0  # seconds won less seconds lost, lately
         self._seconds = 0.0  # that decoding took, lately
         self._has_asked = False  # for the step that comes
+        self._sizes: set[int] = set()  # numbers of rows that there were
         self.seconds_won = 0.0  # since start, summed over the steps that were faster for their drafts
         self.seconds_lost = 0.0  # the same for those that were slower
 
@@ -74,7 +77,13 @@ class Pace:
         return self._has_asked
 
     def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A decode step of so many sequences has computed `num_rows`, and brought `num_tokens`."""
+        """A decode step of so many sequences has computed `num_rows`, and brought `num_tokens`.
+
+        The first one with so many rows does not count: it may have been recorded, or captured, for those that follow.
+        """
+        if num_rows not in self._sizes:
+            self._sizes.add(num_rows)
+            return
         steps = self._steps.setdefault(num_sequences, _Steps())
         fading = math.exp(-seconds / _MEMORY)
         self._seconds = self._seconds * fading + seconds
@@ -86,7 +95,7 @@ class Pace:
         self._has_asked = False
         if not steps.plain:
             return
-        usual = steps.plain + steps.extra_seconds
+        usual = steps.plain + max(steps.extra_seconds, 0.0)
         seconds = min(seconds, 2 * usual) if steps.extra_rows else seconds
         won = num_tokens * steps.plain / num_sequences - seconds
         self._balance += won

@@ -155,6 +155,8 @@ class StepResult:
     # index of the draw -> stop reason, where its sample ends with this token since its grammar allows no more
     completed: dict[int, int | None] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)  # index of the draw -> why it has no token
+    # index of the draw -> the most likely tokens and their probabilities, of some draws, where drafters learn from them
+    likely: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
     # request_id -> float32 [len(target_token_ids)], raw logprob of each target token
     prompt_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
     # index of the draw -> one position, where `params.logprobs` or `logprob_token_ids` ask for it

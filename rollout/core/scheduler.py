@@ -258,6 +258,10 @@ class Scheduler:
         outputs: list[tuple[Request, list[int]]] = []
         columns = _Draws(result)
         draws = plan.draws
+        if result.likely and self.speculation is not None:
+            for index, (token_ids, shares) in result.likely.items():
+                position, drawer = draws[index].position, step.drawers[index]
+                self.speculation.saw(drawer, position, columns.token_ids[index], token_ids, shares)
         num_draws = len(draws)
         first = last = 0  # draws of the sequence
         for index, request in enumerate(step.requests):

@@ -42,6 +42,11 @@ class DrafterWithChances(Drafter, Protocol):
         chance that it and all before it are right, which is at least `least_chance`."""
         ...
 
+    def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        """`token_id` was drawn at `position`, behind known tokens or drafts, from a distribution of which these are the
+        most likely tokens, and their probabilities."""
+        ...
+
 
 class Guide(Protocol):
     """Knows what the grammars of requests (`structured_outputs`) allow, before anything is drawn."""
@@ -177,7 +182,7 @@ class Speculation:
         return None if self._make_drafter is None else self._make_drafter(request)
 
     def _foresee(self, request: Request, sample: _Sample) -> float:
-        """Settles how many drafts it should have in the step that comes, and what they are where that is known: the text
+        """Settles how many drafts it should have in the step that comes, and what they are if that is known: the text
         that it has to go on with, or what its drafter is sure enough of. Returns how many are expected to be right."""
         sample.text, sample.guesses = [], []
         rate = sample.rate
@@ -224,6 +229,13 @@ class Speculation:
                 continue
             sample.rate += _WEIGHT * (is_right - sample.rate)
             self._rate += _WEIGHT / 16 * (is_right - self._rate)
+
+    def saw(self, request: Request, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        """Tells a request's drafter what else could have come."""
+        if not request.is_finished and self.can_draft(request):
+            guesser = self._sample(request).guesser
+            if guesser is not None:
+                guesser.saw(position, token_id, likely, shares)
 
     def ended(self, request: Request) -> None:
         """The request has ended. What it has sampled may help to guess others."""

@@ -17,7 +17,7 @@ def make_speculation(config: SpeculativeConfig | None, guide: Guide | None = Non
     """
     if config is None:
         return None
-    corpora = Corpora(config.suffix_decoding_max_cached_tokens)
+    corpora = Corpora(config.suffix_decoding_max_cached_tokens, uses_noise=config.verification == "coupled")
 
     def ngram(request: Request) -> Drafter:
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MOST_TOKENS = 32  # remembered of what follows a context; the rare ones go
@@ -16,16 +17,17 @@ class _Seen:
     total: float = 0.0
     weights: dict[int, float] = field(default_factory=dict)
 
-    def add(self, token_id: int) -> None:
+    def add(self, likely: Sequence[int], shares: Sequence[float]) -> None:
         weights = self.weights
         self.total += 1.0
-        weights[token_id] = weights.get(token_id, 0.0) + 1.0
+        for token_id, share in zip(likely, shares, strict=True):
+            weights[token_id] = weights.get(token_id, 0.0) + share
         if len(weights) > 2 * _MOST_TOKENS:
             kept = sorted(weights, key=weights.__getitem__, reverse=True)[:_MOST_TOKENS]
             self.weights = {token_id: weights[token_id] for token_id in kept}
 
     def fade(self) -> None:
-        """Counts for half from now on, and forgets what has been seen once."""
+        """Counts for half from now on, and forgets what has hardly been seen."""
         self.total /= 2
         self.weights = {token_id: weight / 2 for token_id, weight in self.weights.items() if weight >= 1.5}
 
@@ -40,8 +42,8 @@ class Followers:
         self._after_one: dict[int, _Seen] = {}
         self._after_two: dict[int, _Seen] = {}
 
-    def add(self, before: int, last: int, token_id: int) -> None:
-        """`token_id` has followed `before`, `last`."""
+    def add(self, before: int, last: int, likely: Sequence[int], shares: Sequence[float]) -> None:
+        """These tokens could follow `before`, `last`, with these probabilities; or one has, with 1."""
         if not self._most_contexts:
             return
         for contexts, key in ((self._after_one, last), (self._after_two, before * _PAIR + last)):
@@ -50,7 +52,7 @@ class Followers:
                 if len(contexts) >= self._most_contexts:
                     _fade(contexts)
                 seen = contexts[key] = _Seen()
-            seen.add(token_id)
+            seen.add(likely, shares)
 
     def add_to(self, likely: dict[int, float], rest: float, before: int, last: int) -> None:
         """Adds `rest` of the probability of what comes next to estimates: n / (n + 1) of it goes to what has followed

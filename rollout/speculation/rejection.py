@@ -9,8 +9,9 @@ that q is 1 at it. The guess stands with the chance min(1, p(g) / q(g)). Otherwi
 (p - q)+, which never is the guess, and what was guessed behind it is dropped. Behind guesses that all stand the next
 token is drawn from p, as without guesses.
 
-The numbers that decide are functions of (seed, sample index, position) as all noise is, but not those that tokens are
-drawn with: a guess may have been drawn with these. So whether there is a guess must not depend on what it would be.
+All noise here is a function of (seed, sample index, position), as everywhere, but not that of draws without rejection,
+which is the drafters': they may draw guesses with it, choose them by it, and even guess or not as it falls.
+What remains to them: whether a guess that was drawn from q is offered must not depend on what it is.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from rollout.sampling.sampler import sample_rows
 from rollout.sampling.top_logprobs import masked_rows
 from rollout.worker.inputs import StepInputs, fetch
 
-# Added to a position: noise that no draw of this sample has, since no sequence is so long.
+# Added to a position: noise that no drafter knows, since no sequence is so long.
 _KEEPING = 1 << 40
 _REPLACING = 2 << 40
+_DRAWING = 3 << 40
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -146,13 +148,11 @@ class RejectionSampler:
         Behind a guess that does not stand the draws of a sequence mean nothing.
         """
         guesses = _guesses(sequences, draws)
-        if not guesses:
-            return sample_rows(logits, draws, rows, inputs, adjustment)
-        proposed = list(draws)
+        proposed = [msgspec.structs.replace(draw, position=draw.position + _DRAWING) for draw in draws]
         for guess in guesses:
             proposed[guess.index] = msgspec.structs.replace(guess.draw, forced_token_id=guess.token_id)
         sampled = sample_rows(logits, proposed, rows, inputs, adjustment)
-        wrong = self._first_wrong(guesses, sampled, inputs)
+        wrong = self._first_wrong(guesses, sampled, inputs) if guesses else []
         if wrong:
             self._replace(wrong, sampled, logits, rows, inputs, adjustment)
         return sampled

@@ -22,20 +22,23 @@ _LEVELS = (2, 3, 4, 5, 6, 8, 12, 16, 24)  # numbers of tokens in common that are
 _LEVEL_OF = tuple(sum(level <= length for level in _LEVELS) - 1 for length in range(_LONGEST + 1))
 _MOST_PLACES = 16  # looked at, the latest
 _MOST_SAMPLES = 128  # finished ones that a prompt remembers
-_MOST_SALTS = 8  # of which is remembered what follows what in all prompts
+_MOST_SALTS = 4  # of which is remembered what follows what in all prompts
 _MOST_CONTEXTS = 2**14  # of which is remembered what follows them, for each salt
 _SPREAD = 2**32  # a place is the number of its sample, times this, plus its position; a pair of tokens likewise
+_NOTHING: tuple[int, list[int], list[float]] = (-1, [], [])
 
 
 @dataclass(slots=True)
 class Corpus:
     """What was sampled after one prompt. Each sample begins with the prompt's last tokens, and sample 0 is the prompt.
 
-    `places` has, for each pair of neighbours, where the tokens that followed it stand.
+    `places` has, for each pair of neighbours, where the tokens that followed it stand; and `likely_at`, for some of
+    these places, what else could have stood there: tokens and their probabilities.
     """
 
     samples: dict[int, array[int]] = field(default_factory=dict)
     places: dict[int, list[int]] = field(default_factory=dict)
+    likely_at: dict[int, tuple[array[int], array[float]]] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     next_number: int = 0
     num_tokens: int = 0
@@ -74,6 +77,7 @@ class Corpus:
             for other in gone:
                 self.num_tokens -= len(self.samples.pop(other))
             self.places = {key: kept for key, known in self.places.items() if (kept := self._left(known))}
+            self.likely_at = {place: self.likely_at[place] for place in self._left(list(self.likely_at))}
 
     def _left(self, known: list[int]) -> list[int]:
         return [place for place in known if place // _SPREAD in self.samples]
@@ -90,7 +94,7 @@ class Corpus:
             return likely, 1.0
         samples = self.samples
         counts = [0] * len(_LEVELS)
-        followers: list[tuple[int, int]] = []  # token, level
+        followers: list[tuple[int, int, int]] = []  # place, token, level
         most = min(len(end), _LONGEST)
         for place in known[-_MOST_PLACES:]:
             other, position = samples[place // _SPREAD], place % _SPREAD
@@ -99,7 +103,7 @@ class Corpus:
                 length += 1
             level = _LEVEL_OF[length]
             counts[level] += 1
-            followers.append((other[position], level))
+            followers.append((place, other[position], level))
         rest, num_places = 1.0, 0
         weights = [0.0] * len(_LEVELS)
         for level in reversed(range(len(_LEVELS))):
@@ -109,8 +113,13 @@ class Corpus:
                 weights[level] = rest
         for level in range(1, len(_LEVELS)):
             weights[level] += weights[level - 1]
-        for token_id, level in followers:
-            likely[token_id] = likely.get(token_id, 0.0) + weights[level]
+        for place, token_id, level in followers:
+            weight, distribution = weights[level], self.likely_at.get(place)
+            if distribution is None:
+                likely[token_id] = likely.get(token_id, 0.0) + weight
+                continue
+            for other_id, share in zip(*distribution, strict=True):
+                likely[other_id] = likely.get(other_id, 0.0) + weight * share
         return likely, rest
 
 
@@ -118,8 +127,10 @@ class Corpora:
     """The corpora of the prompts asked lately. Those of running samples stay; of the others, the least recently used go
     when all together hold more than `most_tokens`."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, uses_noise: bool = True) -> None:
+        """Without `uses_noise` the most likely token is guessed: for verification that draws with other noise."""
         self._most_tokens = most_tokens
+        self._uses_noise = uses_noise
         self._corpora: OrderedDict[tuple[str | None, bytes], Corpus] = OrderedDict()
         self._followers: OrderedDict[str | None, Followers] = OrderedDict()
         self._chances = {is_greedy: Chances() for is_greedy in (False, True)}
@@ -137,7 +148,7 @@ class Corpora:
             corpus.running.discard(prompt)
             self.num_tokens += corpus.num_tokens
         self._corpora.move_to_end(key)
-        noise = Noise(request.seed, request.sample_index, request.params.is_greedy)
+        noise = Noise(request.seed, request.sample_index, request.params.is_greedy or not self._uses_noise)
         return SuffixDrafter(
             self, corpus, self._followers_of(salt), self._chances[noise.is_greedy], noise, prompt_token_ids
         )
@@ -185,6 +196,8 @@ class SuffixDrafter:
         beginning = prompt_token_ids[-_LONGEST:]
         self._number = corpus.open(beginning)
         self._num_seen = len(prompt_token_ids)
+        self._offset = len(beginning) - self._num_seen  # of a token's place in the corpus from its position
+        self._likely: dict[int, tuple[int, list[int], list[float]]] = {}  # position -> token drawn, and what could be
         self._guesses: list[tuple[int, int]] = []  # the last ones, offered or not: token, bin of its chance
         corpora.num_tokens += len(beginning)
 
@@ -216,6 +229,13 @@ class SuffixDrafter:
             end.append(winner.token_id)
         return drafts
 
+    def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        """`token_id` was drawn at `position` from a distribution of which these are the most likely tokens, and their
+        probabilities. If it is none of them, it stands for all others."""
+        if token_id not in likely:
+            likely, shares = [*likely, token_id], [*shares, max(0.0, 1.0 - sum(shares))]
+        self._likely[position] = (token_id, likely, shares)
+
     def close(self, token_ids: list[int]) -> None:
         """The sample has ended with these tokens, which others may go on to resemble."""
         self._catch_up(token_ids)
@@ -236,5 +256,13 @@ class SuffixDrafter:
         self._corpus.extend(self._number, new)
         self._corpora.num_tokens += len(new)
         for position in range(max(self._num_seen, _CONTEXT), len(token_ids)):
-            self._followers.add(*token_ids[position - 2 : position + 1])
+            before, last, token_id = token_ids[position - 2 : position + 1]
+            drawn, likely, shares = self._likely.get(position, _NOTHING)
+            if drawn != token_id:  # nothing is known of it, or what follows a wrong draft
+                self._followers.add(before, last, (token_id,), (1.0,))
+                continue
+            self._followers.add(before, last, likely, shares)
+            place = self._number * _SPREAD + position + self._offset
+            self._corpus.likely_at[place] = (array("i", likely), array("f", shares))
+        self._likely.clear()
         self._num_seen = len(token_ids)

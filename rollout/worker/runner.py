@@ -16,6 +16,7 @@ from rollout.core.stop import NOT_A_TOKEN
 from rollout.models.causal_lm import CausalLM
 from rollout.sampling.adjust import Adjuster
 from rollout.sampling.grammars import Grammars, PendingMasks
+from rollout.sampling.likely import likely_tokens
 from rollout.sampling.sampler import sample_rows
 from rollout.sampling.top_logprobs import top_logprobs_of_draws, top_logprobs_of_targets
 from rollout.speculation.features import FeatureCache
@@ -45,6 +46,7 @@ class Runner:
     adjuster: Adjuster | None = None  # None: no draw has parameters that change logits
     grammars: Callable[[], Grammars] | None = None  # None: no draw has a grammar
     features: FeatureCache | None = None  # where set, final hidden states are kept: a drafter reads them
+    notes_likely: bool = False  # whether drafters learn from the most likely tokens beside the drawn ones
     rejection: RejectionSampler | None = None  # None: a guess is right where it is what is drawn anyway
 
     @property
@@ -221,6 +223,8 @@ class Runner:
         result.top_logprobs = top_logprobs_of_draws(
             logits, draws, rows, sampled, token_ids, adjustment, self.logprobs_mode, self.inputs
         )
+        if self.notes_likely:
+            result.likely = likely_tokens(logits, draws, rows, token_ids, raw_logprobs, sampled_logprobs, self.inputs)
         if NOT_A_TOKEN in token_ids:
             result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
         return result
@@ -296,6 +300,11 @@ def _join_results(parts: Sequence[StepResult]) -> StepResult:
             start + index: top
             for start, part in zip(starts, parts, strict=False)
             for index, top in part.top_logprobs.items()
+        },
+        likely={
+            start + index: likely
+            for start, part in zip(starts, parts, strict=False)
+            for index, likely in part.likely.items()
         },
     )
 

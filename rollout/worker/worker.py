@@ -132,6 +132,7 @@ class Worker:
             self.runner.rejection = RejectionSampler(
                 lambda: None if self.drafter is None else self.drafter.distributions
             )
+        self.runner.notes_likely = speculative is not None and speculative.method == "suffix"
         self.pool: KVPoolSize = self._size_pool()
         self._allocate_pool()
         self._prepare_decode_programs()

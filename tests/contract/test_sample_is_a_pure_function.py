@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from rollout import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tests.support.drafters import make_eagle, make_medusa
 from tests.support.tiny import make_tiny_llama
 
 SHARED = list(range(40, 75))
@@ -82,8 +84,23 @@ ALWAYS = {"max_batch_for_speculation": 100, "only_if_faster": False}
 SPECULATION = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, **ALWAYS},
     {"method": "suffix", "num_speculative_tokens": 16},
+    {"method": "draft_model", "num_speculative_tokens": 3, **ALWAYS},  # which is the model itself
+    {"method": "medusa", "num_speculative_tokens": 2, **ALWAYS},  # whose heads say what the model has said before
+    {"method": "eagle", "num_speculative_tokens": 3, **ALWAYS},  # a random layer
 ]
+HEADS = ("medusa", "eagle")
 ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
+
+
+def with_model(speculative: dict[str, object] | None, setting: dict[str, object]) -> dict[str, object] | None:
+    """A draft model is the model itself, where there is one; heads lie in its folder."""
+    if speculative is None or speculative["method"] not in ("draft_model", *HEADS):
+        return speculative
+    folder = Path(str(setting["model"]))
+    return {
+        **speculative,
+        "model": str(folder if speculative["method"] == "draft_model" else folder / str(speculative["method"])),
+    }
 
 
 def same(a: CompletionOutput, b: CompletionOutput) -> bool:
@@ -111,6 +128,8 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = make_tiny_llama(
         tmp_path_factory.mktemp("model"), head_dim=20, num_kv_heads=2, dtype=dtype, near_uniform=True, tokenizer=True
     )
+    make_medusa(folder / "medusa", strength=0.0)
+    make_eagle(folder / "eagle")
     kernels = "reference" if request.param == "reference" else "auto"
     int8 = request.param == "int8"  # weights and activations of the matrix products, and the KV cache
     quantised = {"quantization": "int8" if int8 else None, "kv_cache_dtype": "int8" if int8 else "auto"}
@@ -163,7 +182,8 @@ def test_outputs_are_bit_identical_under_every_option(
     order: list[int],
 ) -> None:
     # cases SC-01, SE-02, SE-04
-    block_bytes = _slot_bytes(setting) * (-(-block_size // 16) * 16)
+    has_features = speculative is not None and speculative["method"] in HEADS
+    block_bytes = _slot_bytes(setting, has_features) * (-(-block_size // 16) * 16)
     num_blocks = -(-(75 + spare_tokens) // block_size) + 1
     threads = torch.get_num_threads()
     try:
@@ -178,7 +198,7 @@ def test_outputs_are_bit_identical_under_every_option(
             swap_space=num_blocks * block_bytes if preemption_mode == "swap" else 0,
             scheduling_policy=policy,
             num_threads=num_threads,
-            speculative_config=speculative,
+            speculative_config=with_model(speculative, setting),
         )
         priority = [i % 3 for i in range(len(order))] if policy == "priority" else None
         outputs = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], priority=priority)
@@ -192,13 +212,14 @@ def test_outputs_are_bit_identical_under_every_option(
     assert llm.get_metrics()["kv_cache_usage"] == 0
 
 
-def _slot_bytes(setting: dict[str, object]) -> int:
-    """Bytes of one token's place in the KV pool."""
+def _slot_bytes(setting: dict[str, object], has_features: bool = False) -> int:
+    """Bytes of one token's place in the KV pool, and of its feature beside it."""
     bfloat16 = '"bfloat16"' in (Path(str(setting["model"])) / "config.json").read_text()
+    feature = 64 * (2 if bfloat16 else 4) if has_features else 0
     vector = 32 * (2 if bfloat16 else 4)  # padded head_dim
     if setting["kv_cache_dtype"] == "int8":
         vector = 32 + 4  # and a scale
-    return 2 * 2 * 2 * vector  # layers, k and v, kv heads
+    return 2 * 2 * 2 * vector + feature  # layers, k and v, kv heads
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
@@ -225,9 +246,11 @@ def test_forced_preemption_changes_nothing(
         assert all(same(a, b) for a, b in zip(output.outputs, wanted, strict=True))
 
 
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("method", "preemption_mode"), [("suffix", "recompute"), ("suffix", "swap"), ("draft_model", "recompute")]
+)
 def test_drafts_that_are_mostly_right_change_nothing(
-    setting: dict[str, object], expected: list[list[CompletionOutput]], preemption_mode: str
+    setting: dict[str, object], expected: list[list[CompletionOutput]], method: str, preemption_mode: str
 ) -> None:
     # cases SD-01, SD-02
     block_bytes = _slot_bytes(setting) * 16
@@ -238,7 +261,7 @@ def test_drafts_that_are_mostly_right_change_nothing(
         preemption_mode=preemption_mode,
         swap_space=40 * block_bytes if preemption_mode == "swap" else 0,
         max_num_batched_tokens=50,
-        speculative_config={"method": "suffix", "num_speculative_tokens": 5, **ALWAYS},
+        speculative_config=with_model({"method": method, "num_speculative_tokens": 5, **ALWAYS}, setting),
     )
     counts: list[tuple[float, float]] = []
     for _ in range(2):  # the second time every sample has been seen
@@ -251,6 +274,23 @@ def test_drafts_that_are_mostly_right_change_nothing(
     assert llm.get_metrics()["num_preemptions_total"] > 0
     llm.engine.scheduler.check_integrity()
     assert llm.get_metrics()["kv_cache_usage"] == 0
+
+
+def test_greedy_samples_are_the_same_where_drafts_are_verified_by_rejection(setting: dict[str, object]) -> None:
+    # case SD-01
+    greedy = [replace(params, temperature=0) for params in PARAMS]
+    wanted = LLM(**setting, kv_cache_memory="16MiB").generate(PROMPTS, greedy)  # type: ignore[arg-type]
+    llm = LLM(
+        **setting,  # type: ignore[arg-type]
+        kv_cache_memory=26 * _slot_bytes(setting) * 16,
+        block_size=4,
+        max_num_batched_tokens=50,
+        speculative_config={**SPECULATION[0], "verification": "rejection"},
+    )
+    for mine, other in zip(llm.generate(PROMPTS, greedy), wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(mine.outputs, other.outputs, strict=True))
+    metrics = llm.get_metrics()
+    assert metrics["accepted_draft_tokens_total"] > 50 and metrics["num_preemptions_total"] > 0
 
 
 def test_an_aborted_sample_resumes_as_if_it_had_never_stopped(

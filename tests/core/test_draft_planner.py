@@ -14,6 +14,8 @@ from rollout.core.schedule import DraftPlan
 from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.core.speculation import Speculation
 from rollout.request import FinishReason, Request
+from rollout.sampling_options import StructuredOutputsParams
+from rollout.sampling_params import SamplingParams
 from tests.core.test_beam_groups import BeamWish, check_found
 from tests.core.test_scheduler_properties import (
     MAX_MODEL_LEN,
@@ -26,7 +28,7 @@ from tests.core.test_scheduler_properties import (
 )
 from tests.support.core_requests import continue_from, is_idle, make_family, make_request, shape
 from tests.support.fake_drafter import FakeDrafter
-from tests.support.fake_runner import FakeRunner, expected_output
+from tests.support.fake_runner import FakeRunner, expected_output, next_token
 
 ROOM = SchedulerConfig(8, 64, 64, 4, 64, num_draft_blocks=64)  # blocks of 4 tokens
 
@@ -72,7 +74,7 @@ def assert_as_alone(runner: FakeRunner, *requests: Request) -> None:
         assert request.output_token_ids == expected_output(request, runner.vocab, 64)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     configs(),
     st.lists(wishes(), min_size=1, max_size=6),
@@ -168,7 +170,7 @@ class InterruptedGuesses(Interruptions):
 
 TestInterruptedGuesses = InterruptedGuesses.TestCase
 TestInterruptedGuesses.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -446,6 +448,34 @@ def test_where_the_pool_is_short_those_go_without_kv_that_are_not_drafted_now():
     assert first.num_preemptions == second.num_preemptions == 0
 
 
+def test_those_go_first_that_were_drafted_longest_ago():
+    # After the first plan each of four requests has 3 of the pool's 13 blocks.
+    runner, drafter = make(replace(ROOM, num_draft_blocks=13), rightness=0.0, most_drafts=1)
+    speculation = runner.scheduler.speculation
+    assert speculation is not None
+    requests = [make_request(name, [i] * 9, max_tokens=40, arrival=i) for i, name in enumerate("abcd")]
+    for request in requests:
+        runner.add(request)
+    steps(runner, 2)
+    assert len(drafter.plans) == 1 and held(runner) == 12
+
+    def draft_only(name: str) -> str:
+        """A step that is guessed for this request alone; who holds draft blocks behind it."""
+        for request in requests:
+            for _ in range(60):
+                speculation.verified(request, 1, int(request.request_id[0] == name))
+        runner.step()
+        assert [sequence.request_id[0] for sequence in drafter.plans[-1].sequences] == [name]
+        return "".join(other.request_id[0] for other in requests if drafter.planner.kv.holds_blocks(other))
+
+    assert [draft_only(name) for name in "dbc"] == ["abcd"] * 3
+    holders = [draft_only("c") for _ in range(20)]  # it needs a block more every fourth time
+    assert holders == sorted(holders, key=len, reverse=True)
+    assert list(dict.fromkeys(holders)) == ["abcd", "bcd", "bc"]
+    runner.run()
+    assert_as_alone(runner, *requests)
+
+
 def test_a_pool_that_is_too_small_is_neither_an_error_nor_a_preemption():
     for num_draft_blocks in (1, 2, 3, 4, 5, 6):
         runner, drafter = make(replace(ROOM, num_draft_blocks=num_draft_blocks))
@@ -553,6 +583,34 @@ def test_forced_tokens_and_beams_are_not_drafted():
     check_found(beams, search)
     assert forced.output_token_ids == [0, 1, 2, 3, 4, 0]
     assert_as_alone(runner, plain)
+
+
+class Prescribes:
+    """A guide that knows the next two tokens of requests with a grammar for a while, and then allows one guess."""
+
+    def next_tokens(self, request: Request) -> list[int]:
+        tokens = list(request.token_ids)
+        for _ in range(2):
+            tokens.append(next_token(tuple(tokens), request.seed, request.sample_index, 50))
+        return tokens[-2:] if request.num_output_tokens < 7 else []
+
+    def num_allowed(self, request: Request, draft_token_ids: list[int]) -> int:
+        return len(draft_token_ids) if request.num_output_tokens < 7 else 1
+
+
+def test_text_that_a_grammar_prescribes_is_drafted_without_the_drafter():
+    speculation = Speculation(None, 4, 8, 1.0, guide=Prescribes())
+    runner = FakeRunner(Scheduler(ROOM, speculation), vocab=50)
+    drafter = runner.drafter = FakeDrafter(runner.scheduler, runner.requests, 50)
+    params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="a*"))
+    request = Request("a", "a", list(range(10)), params, seed=0, sample_index=0, max_tokens=20)
+    runner.add(request)
+    plans = [shape(runner.step_plan()) for _ in range(4)]
+    assert plans[1:3] == [[("a", 10, 3)], [("a", 13, 3)]]
+    assert [parts(plan) for plan in drafter.plans] == [[("a", 0, 17, 4)]]
+    assert plans[3] == [("a", 16, 2)]  # of four guesses its grammar allows one
+    runner.run()
+    assert_as_alone(runner, request)
 
 
 def test_more_guesses_than_were_asked_for_are_an_error_of_the_drafter():

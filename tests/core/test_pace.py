@@ -59,7 +59,7 @@ def test_the_first_steps_have_no_drafts_and_neither_have_two_now_and_then():
     machine = Machine(1, a_draft=0.0005, chance=0.9)
     machine.run(200)
     has_drafts = [count > 0 for count in machine.drafts]
-    assert has_drafts[:36] == [False] * 2 + [True] * 32 + [False] * 2
+    assert has_drafts[:38] == [False] * 3 + [True] * 33 + [False] * 2  # the first of a kind does not count
     assert sum(has_drafts) > 180
 
 
@@ -108,8 +108,11 @@ def test_drafts_end_when_they_become_wrong_though_their_rate_is_still_thought_to
 def test_a_draft_must_be_as_likely_as_what_its_time_would_bring_without_it():
     pace = Pace()
     assert pace.least_chance(4) == 0.5  # nobody knows
-    for _ in range(2):
+    for _ in range(3):
         pace.took(4, 4, 4, 0.010)
+    assert pace.allows(4, 8, 6.0)
+    pace.took(4, 12, 10, 1.0)  # the first of its kind: it is recorded
+    assert pace.least_chance(4) == 0.5
     assert pace.allows(4, 8, 6.0)
     pace.took(4, 12, 10, 0.014)  # 0.5 ms a draft, in which 0.2 tokens come without it
     assert pace.least_chance(4) == pytest.approx(0.2)
@@ -119,11 +122,34 @@ def test_a_draft_must_be_as_likely_as_what_its_time_would_bring_without_it():
 
 def test_won_and_lost_seconds_are_those_against_plain_steps():
     pace = Pace()
-    for _ in range(2):
+    for _ in range(3):
         pace.took(1, 1, 1, 0.010)
+    pace.took(1, 5, 4, 0.015)
     assert pace.allows(1, 4, 3.0)
     pace.took(1, 5, 4, 0.015)
     assert (pace.seconds_won, pace.seconds_lost) == (pytest.approx(0.025), 0.0)
     assert pace.allows(1, 4, 3.0)
     pace.took(1, 5, 1, 0.013)
     assert (pace.seconds_won, pace.seconds_lost) == (pytest.approx(0.025), pytest.approx(0.003))
+
+
+def test_plain_steps_that_took_long_by_chance_at_first_are_forgotten():
+    pace = Pace()
+    for seconds in (1.0, 1.0, 0.9, 0.01, 0.01):
+        pace.took(1, 1, 1, seconds)
+    pace.took(1, 5, 2, 1.0)
+    assert pace.allows(1, 4, 1.0)
+    pace.took(1, 5, 2, 0.014)
+    assert pace.least_chance(1) == pytest.approx(0.1)
+    assert pace.seconds_won == pytest.approx(0.006)
+
+
+def test_costs_stay_finite_where_plain_steps_seemed_slow():
+    pace = Pace()
+    for _ in range(3):
+        pace.took(1, 1, 1, 1.0)
+    for _ in range(100):
+        has_drafts = pace.allows(1, 4, 2.0)
+        pace.took(1, 5 if has_drafts else 1, 1, 0.012 if has_drafts else 0.01)
+    assert pace.seconds_won < 40
+    assert 0.02 <= pace.least_chance(1) <= 0.1

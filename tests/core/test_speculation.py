@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 
@@ -360,30 +359,19 @@ def watching(rightness: float) -> Speculation:
 def test_drafts_stay_where_steps_with_them_are_faster_a_token():
     # All of 4 drafts are right: 5 tokens for the time of 2.
     speculation = watching(1.0)
-    rows = rows_of_steps(speculation, lambda count: 1.0 if count == 1 else 2.0, 300)
-    assert rows.count(5) > 270
-    assert rows[0] == 1 and rows[1:33] == [5] * 32 and rows[33:35] == [1] * 2  # plain steps are timed now and then
+    rows = rows_of_steps(speculation, lambda count: 1.0 if count == 1 else 2.0, 80)
+    assert rows[:2] == [1] * 2 and rows[2:35] == [5] * 33 and rows[35:37] == [1] * 2  # plain ones now and then
     won, lost = speculation.seconds_won_and_lost
-    assert (won, lost) == (pytest.approx(3.0 * rows.count(5)), 0.0)
+    assert (won, lost) == (pytest.approx(3.0 * (rows.count(5) - 1)), 0.0)  # the first of a kind does not count
 
 
 def test_drafts_stop_where_steps_with_them_are_slower_a_token_and_are_tried_again_now_and_then():
     # All of 4 drafts are right, and still: 5 tokens for the time of 6.
     speculation = watching(1.0)
-    rows = rows_of_steps(speculation, lambda count: 0.01 if count == 1 else 0.06, 1000)
-    assert 1 < rows.count(5) < 20
+    rows = rows_of_steps(speculation, lambda count: 0.01 if count == 1 else 0.06, 250)
+    assert 1 < rows.count(5) < 8
     won, lost = speculation.seconds_won_and_lost
-    assert won == 0.0 and 0.0 < lost < 0.02 * 0.01 * len(rows)
-
-
-def test_a_slow_step_by_chance_does_not_decide():
-    numbers = itertools.count()
-
-    def seconds(num_rows: int) -> float:
-        usual = 1.0 if num_rows == 1 else 2.0
-        return 30 * usual if next(numbers) % 37 == 0 else usual
-
-    assert rows_of_steps(watching(1.0), seconds, 300).count(5) > 200
+    assert won == 0.0 and 0.0 < lost < 0.02 + 0.01 * 0.01 * len(rows)
 
 
 class Knowing(Oracle):
@@ -395,6 +383,9 @@ class Knowing(Oracle):
         self.asked += 1
         guesses = ((token, self.rightness ** (place + 1)) for place, token in enumerate(self.propose(token_ids, most)))
         return [(token_id, chance) for token_id, chance in guesses if chance >= least_chance]
+
+    def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        raise AssertionError("the fake runner notes nothing")
 
 
 def test_chances_that_a_drafter_tells_decide_how_many_drafts_there_are():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import rollout_kernels
 from rollout import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from rollout.core.speculation import Drafter, Speculation
 from rollout.request import Request
@@ -153,6 +154,35 @@ class Adversary:
         pass
 
 
+class Peeking:
+    """Guesses what the sample's noise makes of the target's own distribution, where that is the most likely token, and
+    otherwise nothing: whether there is a guess depends on the noise."""
+
+    def __init__(self, joint: np.ndarray, request: Request) -> None:
+        self._joint, self._request = joint, request
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        known = tuple(token_ids[len(PROMPT) + 1 :])
+        if len(known) > 2:
+            return []
+        following = torch.from_numpy(self._joint[known].reshape(VOCAB, -1).sum(1)).float()
+        one, none = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+        drawn = rollout_kernels.sample(
+            following.log()[None],
+            temperature=one,
+            top_k=none.int(),
+            top_p=one,
+            min_p=none.float(),
+            seed=none + self._request.seed,
+            sample_index=none + self._request.sample_index,
+            position=none + len(token_ids),
+        ).token_ids.item()
+        return [int(drawn)] if drawn == following.argmax() else []
+
+    def close(self, token_ids: list[int]) -> None:
+        pass
+
+
 MODELS = {"itself": ("draft_model", ""), "other": ("draft_model", "other"), "medusa": ("medusa", "medusa")}
 MODELS |= {"eagle": ("eagle", "eagle")}
 
@@ -161,7 +191,7 @@ MODELS |= {"eagle": ("eagle", "eagle")}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verification", "kind", "num_guesses"),
-    [("rejection", kind, 3) for kind in ("ngram", "penalty", "adversary", *MODELS)]
+    [("rejection", kind, 3) for kind in ("ngram", "penalty", "adversary", "peeking", *MODELS)]
     + [("rejection", kind, 1) for kind in ("ngram", "other")]
     + [("coupled", kind, 3) for kind in ("ngram", "other")],
 )
@@ -172,10 +202,12 @@ def test_three_tokens_have_the_targets_joint_distribution(
     wanted = joint(logits, penalty)
 
     def drafter(request: Request) -> Drafter:
+        if kind == "peeking":
+            return Peeking(wanted, request)
         return Adversary(wanted) if kind == "adversary" else NgramDrafter(1, 5)
 
     speculation = Steady(None if kind in MODELS else drafter, num_guesses)
-    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda config: speculation)
+    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda *_: speculation)
     config: dict[str, Any] = {**NGRAM, "verification": verification}
     if kind in MODELS:
         config |= {"method": MODELS[kind][0], "model": str(folder / MODELS[kind][1]), "num_speculative_tokens": 3}
@@ -189,7 +221,7 @@ def test_three_tokens_have_the_targets_joint_distribution(
         assert chi_square(tokens, joint(logits)) < 1e-3
     assert all(np.isfinite(output.sampled_logprobs[1:]).all() for output in outputs)
     num_drafts, num_accepted = sum(speculation.num_drafted), sum(speculation.num_accepted)
-    assert num_drafts > NUM_RUNS
+    assert num_drafts > NUM_RUNS / 2
     if kind == "itself":
         assert num_accepted > 0.999 * num_drafts
     elif kind == "adversary":
@@ -267,23 +299,24 @@ def test_all_numbers_are_those_of_the_same_tokens_forced(writer: Path, mode: str
     )
     asked = params(**fields)
     outputs = llm.generate(PROMPTS, asked)
-    assert accepted(llm) > 10
+    assert accepted(llm) > 4
     forced = [replace(asked, forced_token_ids=output.outputs[0].token_ids) for output in outputs]
     assert_same(outputs, plain.generate(PROMPTS, forced))
 
 
-def test_the_same_guesses_give_the_same_tokens(writer: Path, plain: LLM) -> None:
+def test_the_same_guesses_give_the_same_tokens(writer: Path) -> None:
     outputs, again = (make(writer, NGRAM).generate(PROMPTS, params(n=2)) for _ in range(2))
     assert_same(again, outputs)
-    wanted = plain.generate(PROMPTS, params(n=2))
-    assert any(
-        mine.outputs[0].token_ids != other.outputs[0].token_ids for mine, other in zip(outputs, wanted, strict=True)
-    )
+    assert all(mine.outputs[0].token_ids != mine.outputs[1].token_ids for mine in outputs)
+    # Guesses come from the sequence alone, but how many there are depends on how often others were right.
+    steady = make(writer, {**NGRAM, "num_speculative_tokens": 1})
+    alone = [steady.generate(prompt, params(n=2, max_tokens=6))[0] for prompt in PROMPTS]
+    assert_same(steady.generate(PROMPTS, params(n=2, max_tokens=6)), alone)
 
 
-def test_where_nothing_is_guessed_tokens_are_those_without_speculation(writer: Path, plain: LLM) -> None:
+def test_greedy_tokens_are_those_without_speculation_also_where_nothing_is_guessed(writer: Path, plain: LLM) -> None:
     llm = make(writer, {**NGRAM, "max_batch_for_speculation": 1})
-    assert_same(llm.generate(PROMPTS, params(n=3)), plain.generate(PROMPTS, params(n=3)))
+    assert_same(llm.generate(PROMPTS, params(temperature=0.0)), plain.generate(PROMPTS, params(temperature=0.0)))
     assert accepted(llm) == 0
 
 
@@ -309,7 +342,7 @@ def test_a_stop_ends_a_sample_within_an_accepted_run(
     asked = params(temperature=temperature, top_k=1)
     whole = plain.generate(PROMPTS[1], asked)[0].outputs[0].token_ids
     knowing = Knowing([*PROMPTS[1], *whole])
-    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda config: Steady(lambda request: knowing, 5))
+    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda *_: Steady(lambda request: knowing, 5))
     llm = make(writer, NGRAM)
     place = next(i for i in range(3, 40) if whole.index(whole[i]) == i)
     for cap in (place, place + 1, place + 2):

@@ -187,3 +187,48 @@ def test_guesses_are_tokens_that_came_before_and_no_more_than_asked(
 def test_what_is_not_valid_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         SpeculativeConfig(**fields)
+
+
+def test_what_else_could_have_come_counts_as_much_as_what_came() -> None:
+    corpora = Corpora(10_000)
+    first = suffix([1, 2], corpora)
+    first.saw(4, 13, [14, 13], [0.7, 0.2])  # drawn behind 11, 12, though it was not the likeliest
+    first.close([1, 2, 11, 12, 13])
+    assert suffix([1, 2], corpora).propose([1, 2, 11, 12], 1) == [14]
+    assert suffix([1, 3], corpora).propose([1, 3, 11, 12], 1) == [14]  # after another prompt, too
+    rare = suffix([7, 8], corpora)
+    rare.saw(4, 40, [41, 42], [0.3, 0.2])
+    rare.close([7, 8, 31, 32, 40])
+    assert suffix([7, 8], corpora).propose([7, 8, 31, 32], 1) == [40]  # it stands for all others: a half
+    wrong = suffix([5, 6], corpora)
+    wrong.saw(4, 33, [34, 33], [0.7, 0.2])  # behind a draft that was wrong: something else came there
+    wrong.close([5, 6, 21, 22, 23])
+    assert suffix([5, 6], corpora).propose([5, 6, 21, 22], 1) == [23]
+
+
+def test_what_could_have_come_is_forgotten_with_its_sample() -> None:
+    corpora = Corpora(10**6)
+    for number in range(300):
+        drafter = suffix([1, 2], corpora)
+        drafter.saw(3, 5, [5, 6], [0.5, 0.4])
+        drafter.close([1, 2, number, 5, 7])
+    (corpus,) = corpora._corpora.values()
+    assert len(corpus.likely_at) == len(corpus.samples) - 1
+    assert all(place >> 32 in corpus.samples for place in corpus.likely_at)
+
+
+def test_guesses_follow_the_noise_unless_it_is_not_what_draws() -> None:
+    coupled, other = Corpora(10_000), Corpora(10_000, uses_noise=False)
+    for corpora in (coupled, other):
+        for token_id in (20, 20, 20, 21, 21, 22):
+            corpora.drafter(request([1, 2])).close([1, 2, 5, 6, token_id])
+    guesses = {
+        corpora: [
+            corpora.drafter(request([1, 2], temperature=1.0, seed=seed)).propose([1, 2, 5, 6], 1)[0]
+            for seed in range(60)
+        ]
+        for corpora in (coupled, other)
+    }
+    assert set(guesses[coupled]) == {20, 21, 22}
+    assert 15 < guesses[coupled].count(20) < 50
+    assert set(guesses[other]) == {20}

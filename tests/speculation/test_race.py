@@ -93,7 +93,7 @@ def test_chances_become_what_is_seen() -> None:
 def test_followers_are_counted_after_one_token_and_after_two(tokens: list[int]) -> None:
     followers = Followers(1000)
     for position in range(2, len(tokens)):
-        followers.add(*tokens[position - 2 : position + 1])
+        followers.add(tokens[position - 2], tokens[position - 1], [tokens[position]], [1.0])
     before, last = tokens[-2:]
     pairs = [tokens[i] for i in range(2, len(tokens)) if tokens[i - 2 : i] == [before, last]]
     singles = [tokens[i] for i in range(2, len(tokens)) if tokens[i - 1] == last]
@@ -112,12 +112,12 @@ def test_followers_have_bounds() -> None:
     followers = Followers(100)
     generator = random.Random(0)
     for _ in range(20_000):
-        followers.add(generator.randrange(1000), 7, 7 + generator.randrange(500))
-        followers.add(3, generator.randrange(1000), 7)
+        followers.add(generator.randrange(1000), 7, [7 + generator.randrange(500)], [1.0])
+        followers.add(3, generator.randrange(1000), [7, 8], [0.5, 0.3])
     assert len(followers._after_one) <= 100 and len(followers._after_two) <= 100
     assert all(len(seen.weights) <= 64 for seen in followers._after_one.values())
     nothing = Followers(0)
-    nothing.add(1, 2, 3)
+    nothing.add(1, 2, [3], [1.0])
     likely: dict[int, float] = {}
     nothing.add_to(likely, 1.0, 1, 2)
     assert likely == {}
@@ -126,8 +126,8 @@ def test_followers_have_bounds() -> None:
 def test_followers_that_are_seen_often_stay() -> None:
     followers = Followers(64)
     for number in range(1000):
-        followers.add(1, 2, 3)
-        followers.add(1, 1000 + number, number)
+        followers.add(1, 2, [3], [1.0])
+        followers.add(1, 1000 + number, [number], [1.0])
     likely: dict[int, float] = {}
     followers.add_to(likely, 1.0, 1, 2)
     assert likely[3] > 0.9

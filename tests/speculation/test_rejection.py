@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 import rollout_kernels
 from rollout import SamplingParams
 from rollout.core.schedule import Draw, ScheduledSequence
+from rollout.platform.cpu import ImmediateCopies
 from rollout.sampling.adjust import Adjustment
 from rollout.sampling.masks import mask_of
 from rollout.sampling.sampler import sample_rows
 from rollout.speculation.rejection import NoiseNumbers, RejectionSampler, distribution_of, keeps, replacements
-from rollout.worker.inputs import DirectInputs
+from rollout.worker.inputs import DirectInputs, StagedInputs, StepInputs
 from tests.support.chi_square import chi_square, three_of_chain
 from tests.support.oracle import load_reference
 from tests.support.sampling import FILTERS, log_softmax, simple_kept
@@ -241,11 +242,14 @@ class Case:
         ]
 
     def sample(
-        self, distributions: dict[str, torch.Tensor] | None = None, adjustment: Adjustment | None = None
+        self,
+        distributions: dict[str, torch.Tensor] | None = None,
+        adjustment: Adjustment | None = None,
+        inputs: StepInputs | None = None,
     ) -> rollout_kernels.SampleResult:
         sampler = RejectionSampler(lambda: distributions)
         rows = range(len(self.logits))
-        return sampler.sample(self.sequences, self.draws, self.logits, rows, DirectInputs(), adjustment)
+        return sampler.sample(self.sequences, self.draws, self.logits, rows, inputs or DirectInputs(), adjustment)
 
     def starts(self) -> list[int]:
         """The first row of each sequence."""
@@ -295,6 +299,7 @@ def test_all_numbers_are_those_of_a_forced_token(filters: dict[str, Any]) -> Non
         for draw, token_id in zip(case.draws, sampled.token_ids.tolist(), strict=True)
     ]
     wanted = sample_rows(case.logits, forced, range(len(case.logits)), DirectInputs())
+    assert sum(len(some) for some in case.guesses) < len(case.logits)
     num_replaced = 0
     for first, some, tokens in zip(case.starts(), case.guesses, case.outputs(sampled), strict=True):
         got = slice(first, first + len(tokens))
@@ -335,10 +340,26 @@ def test_a_row_without_numbers_draws_nothing_and_leaves_the_others_alone() -> No
         assert mine == other or (number == 9 and mine == [*other[:1], -1])
 
 
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_inputs_that_are_staged_for_a_device_give_the_same(has_weights: bool) -> None:
+    # Their buffers take turns: what was sent is overwritten by the next call but one.
+    params = [SamplingParams(temperature=0.5 + i % 3 / 4, top_p=0.9, seed=i) for i in range(60)]
+    case = random_case(params, banned=(3,))
+    spread = torch.softmax(torch.randn(5, 50, generator=torch.Generator().manual_seed(1)), 1)
+    distributions = {str(i): spread for i in range(0, 60, 2)} if has_weights else None
+    adjusted = torch.randn(1, 50, generator=torch.Generator().manual_seed(2))
+    alternating = np.arange(len(case.logits)) % 2 - 1
+    adjustment = Adjustment(adjusted, alternating, mask_of(range(45), 50)[None], alternating)
+    direct = case.sample(distributions, adjustment)
+    staged = case.sample(distributions, adjustment, StagedInputs(ImmediateCopies()))
+    assert case.outputs(staged) == case.outputs(direct)
+    assert torch.equal(staged.sampled_logprobs, direct.sampled_logprobs)
+
+
 # case SD-01
 def test_each_guess_is_measured_by_what_it_was_drawn_from() -> None:
     # Three kinds of sequences in one call: guesses by a drafter with weights, certain ones, and none.
-    count = 30_000
+    count = 12_000
     rows, others = table(0)[0, :2], table(1)[0, :2]
     params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
     numbers = NoiseNumbers(torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.full((count,), 10))
@@ -353,4 +374,4 @@ def test_each_guess_is_measured_by_what_it_was_drawn_from() -> None:
         tokens = np.array([some[0] for some in outputs[kind::3]])
         assert chi_square(tokens[:, None], first) > 1e-3
     following = np.array([some[1] for some in outputs if len(some) == 2])
-    assert len(following) > 500 and chi_square(following[:, None], second) > 1e-3
+    assert len(following) > 200 and chi_square(following[:, None], second) > 1e-3

@@ -104,8 +104,10 @@ def test_a_sampler_in_int8_is_corrected_by_importance_weights(model: Path, tmp_p
         assert row["grad_norm"] > 0
 
 
-def test_a_resumed_run_has_the_rewards_and_weights_of_an_unbroken_one(model: Path, tmp_path: Path):
-    options = ("algorithm.minibatches=2", "checkpoint.every=2", "evaluation.every=2")
+@pytest.mark.parametrize("algorithm", ["grpo_token", "dapo", "reinforce_pp"])
+def test_a_resumed_run_has_the_rewards_and_weights_of_an_unbroken_one(algorithm: str, model: Path, tmp_path: Path):
+    loss = (f"loss.algorithm={algorithm}", "loss.kl_coefficient=0.01")  # the reference is the model, not the checkpoint
+    options = ("algorithm.minibatches=2", "checkpoint.every=2", "evaluation.every=2", *loss)
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     train(model, unbroken, *options)
     whole_schedule = "steps=4"

@@ -90,6 +90,14 @@ def test_minibatches_and_epochs_are_repeated_exactly(model: Path, tmp_path: Path
     assert any(not torch.equal(one[name], seed[name]) for name in one)
 
 
+def test_groups_of_one_learn_from_the_other_prompts(model: Path, tmp_path: Path):
+    groups = ("algorithm.group_size=1", "algorithm.prompts_per_step=6")
+    rows = train(model, tmp_path, "steps=1", "loss.algorithm=reinforce_pp", "loss.kl_coefficient=0.1", *groups)
+    assert rows[0]["grad_norm"] > 0
+    assert rows[0]["sampling/logp_difference/num_tokens"] == rows[0]["num_tokens"]
+    assert "frac_reward_zero_std" not in rows[0]  # says nothing about groups of one
+
+
 def first_of_each_prompt(asked: list[str]) -> Any:
     """Equal rewards for all samples of the prompts that were asked for first, unequal ones for later prompts."""
 
@@ -156,3 +164,13 @@ def test_a_sampler_in_int8_is_corrected_and_the_difference_is_logged(correction:
     assert 0 <= row["rollout_corr/rollout_rs_masked_fraction"] < 1
     assert row["rollout_corr/rollout_is_std"] > 0
     assert row["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_every_algorithm_raises_the_reward(algorithm: str, model: Path, tmp_path: Path):
+    updates = () if algorithm == "reinforce" else ("algorithm.minibatches=2", "algorithm.epochs=2")
+    sampling = ("sampling.temperature=1.0", "algorithm.prompts_per_step=6", "algorithm.group_size=4")
+    options = ("steps=20", "optimizer.learning_rate=5e-3", *sampling, *updates)
+    rewards = [row["reward"] for row in train(model, tmp_path, f"loss.algorithm={algorithm}", *options)]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards

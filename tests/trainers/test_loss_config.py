@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rollout_trainers.config import RunConfig
 from rollout_trainers.loss_config import CORRECTIONS, PRESETS, LossSection
@@ -122,3 +125,26 @@ def test_groups_of_one_are_enough_where_nothing_is_compared_within_them():
     assert config_from_values(VALUES, ["loss.algorithm=reinforce_pp", "algorithm.group_size=1"])
     assert config_from_values(VALUES, ["loss.correction=none"])
     assert config_from_values(VALUES, ["loss.correction=icepop", "algorithm.recompute_logprobs=true"])
+
+
+def table_rows(first_cells: set[str]) -> dict[str, list[str]]:
+    """The rows of docs/algorithms.md's tables whose first cell is one of these in backticks, maybe with a remark."""
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {row[0].split("`")[1]: row for row in rows if "`" in row[0] and row[0].split("`")[1] in first_cells}
+
+
+def test_the_documentation_has_every_preset_and_correction_as_it_is():
+    presets = table_rows(set(PRESETS))
+    assert list(presets) == list(PRESETS)
+    for name, row in presets.items():
+        written = [yaml.safe_load(part.strip().strip("`")) for part in row[1].split(",") if part]
+        assert {key: value for part in written for key, value in part.items()} == PRESETS[name]  # type: ignore[index]
+    corrections = table_rows(set(CORRECTIONS))
+    assert set(corrections) == set(CORRECTIONS)
+    for name, (_, level, cap, mask) in corrections.items():
+        section = LossSection(correction=name)  # type: ignore[arg-type]
+        assert level == section.importance_level.replace("none", "")
+        assert cap == ("" if section.importance_cap is None else f"{section.importance_cap:g}")
+        bounds = [bound for bound in (section.mask_low, section.mask_high) if bound]
+        assert [float(number) for number in re.findall(r"[\d.]*\d", mask)] == bounds

@@ -100,7 +100,7 @@ def grpo_token(new: Rows, old: Rows, rewards: np.ndarray) -> torch.Tensor:
 
 
 def dr_grpo(new: Rows, old: Rows, rewards: np.ndarray) -> torch.Tensor:
-    """Understanding R1-Zero-like training, section 3.2: no std, no length; a constant instead."""
+    """Understanding R1-Zero-like training: no std, no length; a constant instead."""
     rows = ppo_rows(new, old, group_baseline(rewards), 0.2, 0.2)
     return -total([total(row) / MAX_TOKENS for row in rows]) / len(rows)
 
@@ -143,7 +143,7 @@ def cispo(new: Rows, old: Rows, rewards: np.ndarray) -> torch.Tensor:
 
 
 def rloo(new: Rows, old: Rows, rewards: np.ndarray) -> torch.Tensor:
-    """Back to basics, equation 8, on whole sequences: k1 in the reward, the mean of the others as the baseline."""
+    """Back to basics, on whole sequences: k1 in the reward, the mean of the others as the baseline; PPO's clip."""
     scored = rewards - np.array([KL * REFERENCE_SHIFT * sum(range(1, len(row) + 1)) for row in new])
     terms = []
     for index, (ours, theirs) in enumerate(zip(new, old, strict=True)):

@@ -49,6 +49,12 @@ def _checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_a_drafter_may_be_wrapped_by_itself_or_with_what_holds_it():
+    for wrapped in ("drafter.{}", "drafter.module.{}", "module.drafter._orig_mod.module.{}"):
+        assert canonical_name(wrapped.format("model.norm.weight")) == "drafter.model.norm.weight"
+    assert canonical_name("drafter.0.0.linear.weight") == "drafter.0.0.linear.weight"
+
+
 def test_plain_names_stay_as_they_are():
     assert canonical_names(NAMES) == {name: name for name in NAMES}
 

@@ -106,13 +106,13 @@ def sample_metrics(samples: Sequence[Sample], group_size: int, section: LossSect
     entropy = np.concatenate([sample.entropy for sample in samples])
     result = {
         "reward": float(rewards.mean()),
-        "reward_std": float(groups.std.mean()),
-        "frac_reward_zero_std": groups.frac_zero_std,
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": 1.0 - terminated.size / lengths.size,
     }
+    if group_size > 1:
+        result |= {"reward_std": float(groups.std.mean()), "frac_reward_zero_std": groups.frac_zero_std}
     if terminated.size:
         result["completions/mean_terminated_length"] = float(terminated.mean())
         result["completions/min_terminated_length"] = float(terminated.min())

@@ -32,6 +32,13 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Groups that teach nothing (share)", ("frac_reward_zero_std",)),
     ("Sampler against trainer: largest |logprob difference|", ("sampling/logp_difference/max",)),
     ("KL to the reference (nats per token)", ("kl",)),
+    ("Clipped tokens (share)", ("clip_ratio/low_mean", "clip_ratio/high_mean")),
+    ("KL to the policy that sampled (nats per token)", ("ppo_kl",)),
+    (
+        "Groups sampled, and dropped by dynamic sampling",
+        ("dynamic_sampling/groups_sampled", "dynamic_sampling/groups_dropped"),
+    ),
+    ("Tokens left out by the off-policy correction (share)", ("rollout_corr/rollout_rs_masked_fraction",)),
     ("Learning rate", ("learning_rate",)),
 )
 

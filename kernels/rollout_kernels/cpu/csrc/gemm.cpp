@@ -102,23 +102,20 @@ RK_INLINE void scatter_rows(Element* out, long stride, Vector sums) {
   for (int r = 0; r < Rows; r++) memcpy(out + r * stride, values + r * Columns, Columns * sizeof(Element));
 }
 
-// Up to so many rows nothing but memory is waited for.
-constexpr long kFewRows = 2;
-
-// Columns between what is computed and what is prefetched.
-RK_INLINE long columns_ahead(long rows) { return rows <= kFewRows ? 4 : 8; }
-
-// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K. With few rows they come
-// straight into the first-level cache; otherwise into the second, which can wait for many more lines at a time.
+// Weights that will be needed soon: a tile asks for `lines` cache lines of them at each step along K. With one or two rows,
+// which wait for nothing but memory, they come straight into the first-level cache and are near; otherwise into the second,
+// which can wait for many more lines at a time.
+template <bool IsNear>
 struct Prefetch {
+  static constexpr long columns = IsNear ? 4 : 8;  // between what is computed and what is prefetched
   const char* next;
   int lines;
 };
 
-template <long Rows>
-RK_INLINE void prefetch_some(Prefetch& ahead) {
+template <bool IsNear>
+RK_INLINE void prefetch_some(Prefetch<IsNear>& ahead) {
   if (ahead.lines == 0) return;
-  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, Rows <= kFewRows ? 3 : 2);
+  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.next + 64 * i, 0, IsNear ? 3 : 2);
   ahead.next += 64 * ahead.lines;
 }
 
@@ -132,8 +129,8 @@ RK_INLINE Vector in_register(Vector x) {
 }
 
 // One register tile: `Rows` rows of x against `Columns` rows of the weight.
-template <typename Type, int Rows, int Columns>
-RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
+template <typename Type, int Rows, int Columns, bool IsNear>
+RK_INLINE void tile(const Problem& p, long row, long column, Prefetch<IsNear>& ahead) {
   typedef typename Type::element element;
   typedef typename Type::accumulator accumulator;
   const element* x[Rows];
@@ -145,7 +142,7 @@ RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
   for (; k + Type::step <= p.K; k += Type::step) {
     typename Type::vector xs[Rows];
     for (int r = 0; r < Rows; r++) xs[r] = Type::load_full(x[r] + k);
-    prefetch_some<Rows>(ahead);
+    prefetch_some(ahead);
     for (int c = 0; c < Columns; c++) {
       typename Type::vector ws = in_register(Type::load_full(w[c] + k));
       for (int r = 0; r < Rows; r++) acc[r * Columns + c] = Type::multiply_add(acc[r * Columns + c], xs[r], ws);
@@ -175,13 +172,13 @@ RK_INLINE void tile(const Problem& p, long row, long column, Prefetch& ahead) {
     scatter_rows<Rows, Columns>((float*)p.out + first, p.out_stride, sums);
 }
 
-template <typename Type, int Columns>
+template <typename Type, int Columns, bool IsNear>
 RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long column, const char* next_columns) {
   // What the next columns need is asked for a little at a time, by the first tiles of this strip.
   const long tiles = (rows_end - row + 3) / 4;
   const int lines = tiles == 1 ? Columns : tiles <= 3 ? (Columns + 1) / 2 : (Columns + 3) / 4;
   const char* end = next_columns + Columns * p.w_stride * (long)sizeof(typename Type::element);
-  Prefetch ahead = {next_columns, next_columns ? lines : 0};
+  Prefetch<IsNear> ahead = {next_columns, next_columns ? lines : 0};
   for (; row + 4 <= rows_end; row += 4) {
     tile<Type, 4, Columns>(p, row, column, ahead);
     if (ahead.next >= end) ahead.lines = 0;
@@ -193,14 +190,23 @@ RK_INLINE void rows_of_tiles(const Problem& p, long row, long rows_end, long col
   }
 }
 
-template <typename Type>
-void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
+template <typename Type, bool IsNear>
+void columns_of_tiles(const Problem& p, long row, long rows_end, long column, long columns_end) {
   const long stride = p.w_stride * (long)sizeof(typename Type::element);
   for (; column + 4 <= columns_end; column += 4) {
-    const long next = column + columns_ahead(rows_end - row);
-    rows_of_tiles<Type, 4>(p, row, rows_end, column, next + 4 <= columns_end ? p.w + next * stride : nullptr);
+    const long next = column + Prefetch<IsNear>::columns;
+    const char* next_columns = next + 4 <= columns_end ? p.w + next * stride : nullptr;
+    rows_of_tiles<Type, 4, IsNear>(p, row, rows_end, column, next_columns);
   }
-  for (; column < columns_end; column++) rows_of_tiles<Type, 1>(p, row, rows_end, column, nullptr);
+  for (; column < columns_end; column++) rows_of_tiles<Type, 1, IsNear>(p, row, rows_end, column, nullptr);
+}
+
+template <typename Type>
+void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
+  if (rows_end - row <= 2)
+    columns_of_tiles<Type, true>(p, row, rows_end, column, columns_end);
+  else
+    columns_of_tiles<Type, false>(p, row, rows_end, column, columns_end);
 }
 
 long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
