@@ -95,7 +95,7 @@ class Calculator(ToolEnvironment):
         self.was_reminded = False
 
     async def reset(self, example: Example) -> Observation:
-        system, question = await super().reset(example)
+        system, question = self.messages_of(example)
         return [system, *WORKED_EXAMPLE, question]
 
     async def step(self, action: Action) -> StepResult:

@@ -95,6 +95,9 @@ class ToolEnvironment(Environment):
         self.tools = self._schemas if tools_in_template else None
 
     async def reset(self, example: Example) -> Observation:
+        return self.messages_of(example)
+
+    def messages_of(self, example: Example) -> list[dict[str, Any]]:
         """The example's prompt, which must be messages, with the tools in its system message."""
         self.example = example
         prompt = example.prompt
