@@ -74,7 +74,7 @@ def test_an_interruption_loses_no_output(llm: LLM, by_step: bool) -> None:
 def test_a_step_for_some_requests_leaves_the_outputs_of_others_to_others(llm: LLM) -> None:
     (whole,) = llm.generate([PROMPT], [SHORT])
     ours, theirs = llm.enqueue([PROMPT] * 2, [LONG, SHORT])
-    for _ in range(SHORT.max_tokens + 2):
+    for _ in range(5):
         assert llm.step([ours]) == []  # the other one ends meanwhile
     assert llm.num_unfinished == LONG.n
     llm.abort(ours)
