@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import rollout.compat
 from rollout.compat.vllm import LLM
@@ -121,6 +122,42 @@ def test_grpo_within_a_grammar_and_with_sampling_options(folder: Path, tmp_path:
     trainer.train()
     assert len(set(watch.texts)) > 1
     assert all(len(text) == 3 and set(text) <= set("ab") for text in watch.texts)
+
+
+def test_grpo_with_tools_goes_on_after_what_they_returned(tmp_path: Path):
+    """The grammar lets every turn be a call; TRL makes it, and asks for the next turn with its result behind it."""
+    import trl
+
+    rollout.compat.install(**ENGINE | {"kv_cache_memory": "16MiB"})
+    folder = make_tiny_llama(tmp_path / "model", vocab_size=160, tokenizer=True, max_position_embeddings=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    template = Path(str(trl.__file__)).parent / "chat_templates" / "qwen2_5.jinja"
+    tokenizer.chat_template = template.read_text()
+    calls: list[tuple[int, int]] = []
+
+    def add(a: int, b: int) -> int:
+        """
+        Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        calls.append((a, b))
+        return a + b
+
+    call = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9], "b": [1-9]\}\}\n</tool_call>'
+    trainer = grpo_trainer(
+        folder, tmp_path, use_vllm=True, vllm_structured_outputs_regex=call, tools=[add], processing_class=tokenizer,
+        vllm_importance_sampling_correction=False, max_tool_calling_iterations=1, max_completion_length=200,
+        per_device_train_batch_size=4, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert len(calls) == 4
+    assert len(set(calls)) > 1
+    assert logged(trainer, "tools/call_frequency") == [1.0]
+    assert logged(trainer, "tools/failure_frequency") == [0.0]
+    assert min(logged(trainer, "grad_norm")) > 0
 
 
 def test_grpo_evaluates_with_the_policy_of_the_moment(folder: Path, tmp_path: Path):

@@ -153,7 +153,7 @@ def found(setting: dict[str, object]) -> list[BeamSearchOutput]:
     return [llm.beam_search(prompt, BEAMS)[0] for prompt in BEAM_PROMPTS]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     block_size=st.sampled_from([1, 3, 4, 8, 16, 32]),
     budget=st.integers(1, 80),

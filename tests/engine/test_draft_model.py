@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rollout import LLM, RequestOutput, SamplingParams
+from rollout import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from rollout.worker.sizing import split_budget
 from tests.support.tiny import make_tiny_llama
 
@@ -96,6 +96,9 @@ def test_the_model_itself_guesses_every_token_whatever_is_drawn(
         {"stop": ["e", "a"], "ignore_eos": False},
         {"forced_token_ids": PROMPTS[0][:12]},
         {"frequency_penalty": 1.0},
+        {"repetition_penalty": 3.0, "presence_penalty": 0.5, "bad_words": ["e", "ab"], "temperature": 0.0},
+        {"structured_outputs": StructuredOutputsParams(regex="([ab]{3,5}!)+"), "logit_bias": {69: 2.0}},
+        {"thinking_token_budget": 3, "logit_bias": {69: 2.0}, "logprobs": 1},
     ],
     ids=lambda fields: next(iter(fields)),
 )

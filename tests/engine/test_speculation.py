@@ -126,6 +126,26 @@ def test_logprobs_are_those_of_each_prefix_also_beside_chunked_prompts(
             assert np.array_equal(output.outputs[0].raw_logprobs, score.logprobs[len(prompt) - 1 :])
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"temperature in degrees": {"type": "integer"}, "is it raining outside": {"type": "boolean"}},
+    "required": ["temperature in degrees", "is it raining outside"],
+}
+
+
+# case SD-02
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_that_a_schema_prescribes_takes_few_steps(plain: LLM, llm: LLM, temperature: float) -> None:
+    schema = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    params = SamplingParams(n=2, seed=4, temperature=temperature, max_tokens=100, structured_outputs=schema)
+    expected = plain.generate(PROMPTS, params)
+    before = llm.get_metrics()["num_steps_total"]
+    assert_same(llm.generate(PROMPTS, params), expected)
+    most_tokens = max(len(sample.token_ids) for output in expected for sample in output.outputs)
+    assert most_tokens >= 60  # 55 of them are prescribed, in five parts
+    assert llm.get_metrics()["num_steps_total"] - before <= most_tokens - 30
+
+
 @pytest.fixture(scope="module")
 def seen(folder: Path, plain: LLM) -> tuple[LLM, Callable[..., SamplingParams], list[int]]:
     """An engine that has seen a sample of a prompt, so that it can guess all of it: parameters, and its tokens."""
@@ -242,9 +262,11 @@ def test_replicas_speculate_too(folder: Path, plain: LLM) -> None:
     params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True, n=2, logprobs=1)
     text = plain.generate(PROMPT, params)[0].outputs[0].text
     stopped = replace(params, stop=[text[20:22]])
+    penalised = replace(params, frequency_penalty=-1.0, bad_words=["a", "e"])  # case SD-02
+    structured = replace(params, structured_outputs=StructuredOutputsParams(regex="([ab]{3,5}!)+"))
     with make(folder, SUFFIX, data_parallel_size=2) as llm:
         for _ in range(3):  # a prompt does not always come to the same rank
-            for asked in (params, stopped):
+            for asked in (params, stopped, penalised, structured):
                 assert_same(llm.generate(PROMPTS, asked), plain.generate(PROMPTS, asked))
         assert accepted(llm) > 100
         assert llm.get_metrics()["kv_cache_usage"] == 0

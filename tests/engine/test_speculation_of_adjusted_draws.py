@@ -419,28 +419,3 @@ def test_a_row_of_wrong_numbers_behind_a_wrong_guess_is_forgotten(plain: LLM, ll
         assert_same(llm.generate(PROMPTS[0], params), expected)
     assert {sample.finish_reason for sample in expected[0].outputs} == {"length"}
     assert all(np.unique(sample.token_ids).size == 20 for sample in expected[0].outputs)
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"temperature in degrees": {"type": "integer"}, "is it raining outside": {"type": "boolean"}},
-    "required": ["temperature in degrees", "is it raining outside"],
-}
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_that_a_schema_prescribes_takes_few_steps(
-    folder: Path, plain: LLM, method: str, temperature: float
-) -> None:
-    # case SD-02
-    schema = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-    params = SamplingParams(n=2, seed=4, temperature=temperature, max_tokens=100, structured_outputs=schema)
-    config = {"method": method, "num_speculative_tokens": 8, "only_if_faster": False}
-    llm = LLM(folder, kv_cache_memory="4MiB", speculative_config=config)
-    expected = plain.generate(PROMPTS, params)
-    before = llm.get_metrics()["num_steps_total"]
-    assert_same(llm.generate(PROMPTS, params), expected)
-    most_tokens = max(len(sample.token_ids) for output in expected for sample in output.outputs)
-    assert most_tokens >= 60  # 55 of them are prescribed, in five parts
-    assert llm.get_metrics()["num_steps_total"] - before <= most_tokens - 30

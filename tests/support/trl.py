@@ -49,7 +49,11 @@ def grpo_trainer(folder: Path, output: Path, reward: Any = spread, **options: An
     """A `trl.GRPOTrainer` of two steps; what is no argument of its own goes to `GRPOConfig`."""
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    own = {name: options.pop(name) for name in ("rollout_func", "peft_config", "eval_dataset") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("rollout_func", "peft_config", "eval_dataset", "tools", "processing_class")
+        if name in options
+    }
     values = COMMON | GROUPS | options
     config = GRPOConfig(output_dir=str(output), **values)
     return GRPOTrainer(model=str(folder), reward_funcs=reward, args=config, train_dataset=conversations(), **own)
