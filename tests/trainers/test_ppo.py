@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.worker.ledger import process_resident_bytes
 from rollout_trainers.recipe import config_from_values, load_recipe
 from rollout_trainers.run import run, train_from_recipe
 from rollout_trainers.tracking import read_json_lines
@@ -19,6 +20,7 @@ from tests.support.tiny import make_tiny_llama
 
 TRAIN = [Example(text) for text in ("abc", "hello", "what", "two and two", "q", "the end")]
 RECIPE = Path(__file__).parents[2] / "recipes" / "ppo_critic.yaml"
+MIB = 1 << 20
 KINDS = ("critic.kind=value_head", "critic.kind=separate")
 
 
@@ -133,6 +135,25 @@ def test_a_value_heads_loss_reaches_the_policy_by_its_policy_gradient_alone(mode
     assert first_gradient_norm("moves", "critic.policy_gradient=10") != reads
 
 
+def test_a_sampler_in_int8_is_corrected_and_truncated_samples_can_be_left_out(model: Path, tmp_path: Path):
+    int8 = ("steps=1", "engine.quantization=int8", "algorithm.recompute_logprobs=true")
+    row = train(model, tmp_path / "int8", *int8)[0]
+    assert row["sampling/logp_difference/max"] > 0
+    assert row["rollout_corr/k3_kl"] > 0
+    assert row["grad_norm"] > 0 < row["critic/grad_norm"]
+    dropped = train(model, tmp_path / "dropped", "steps=1", "loss.drop_truncated=true")[0]
+    assert dropped["completions/clipped_ratio"] == 1.0  # nothing is left to learn from
+    assert dropped["grad_norm"] == dropped["critic/grad_norm"] == dropped["critic/vf_loss"] == 0.0
+
+
+def test_sampler_policy_and_critic_share_one_memory_budget(model: Path, tmp_path: Path):
+    budget = process_resident_bytes() // MIB + 400
+    pool = ("engine.kv_cache_memory=null", f"engine.memory_budget={budget}MiB")
+    rows = train(model, tmp_path, "critic.kind=separate", *pool)
+    assert [row["memory/budget_bytes"] for row in rows] == [budget * MIB] * 2
+    assert all(0 < row["memory/kv_pool_bytes"] < 400 * MIB for row in rows)
+
+
 def interrupted_after(calls: int) -> Any:
     """`share_of_low_ids` until it has been called so often; then the run is interrupted in the middle of a step."""
     left = iter(range(calls))
@@ -229,7 +250,7 @@ def test_other_baselines_take_a_kl_target_and_the_recipe_says_what_it_means():
 @pytest.mark.parametrize("kind", [("critic.kind=value_head",), ("critic.kind=separate", "critic.learning_rate=1e-3")])
 def test_it_raises_the_reward_and_its_critic_comes_to_expect_it(kind: tuple[str, ...], model: Path, tmp_path: Path):
     sampling = ("algorithm.group_size=4", "algorithm.minibatches=2", "algorithm.epochs=2")
-    rows = train(model, tmp_path, "steps=20", "optimizer.learning_rate=5e-3", *kind, *sampling)
+    rows = train(model, tmp_path, "steps=14", "optimizer.learning_rate=5e-3", *kind, *sampling)
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
     gaps = [abs(row["critic/values/mean"] - row["critic/returns/mean"]) for row in rows]
