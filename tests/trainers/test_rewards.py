@@ -150,7 +150,7 @@ def test_an_episode_is_rewarded_by_its_environment_and_by_functions_of_all_its_m
     ]
     sample = make_sample([1], [2], text="...", prompt=[{"role": "user", "content": "?"}], columns={"answer": "5"})
     world = object()
-    sample.episode = EpisodeNotes(messages, [0.25, 0.5], 2, world)
+    sample.episode = EpisodeNotes(messages, [0.25, 0.5], [1, 1], world)
     seen: list[Any] = []
 
     def watching(prompts, completions, environments, **columns):

@@ -65,17 +65,30 @@ def _assign_by_baseline(
 def _assign_by_critic(
     samples: Sequence[Sample], rewards: np.ndarray, costs_to_go: Sequence[np.ndarray] | None, section: LossSection
 ) -> None:
-    """The reward of a sample is that of its last token."""
+    """The reward of a sample comes with its last token, and what an environment gave for a turn with the turn's."""
     advantages = []
     for index, sample in enumerate(samples):
         if sample.values is None:
             raise ValueError("a sample has no values: what the critic expected is not known")
-        by_token = np.zeros(sample.num_tokens) if costs_to_go is None else -costs_to_go[index]
-        by_token[-1:] += rewards[index]
+        by_token = rewards_by_token(sample, float(rewards[index]))
+        if costs_to_go is not None:
+            by_token -= costs_to_go[index]
         estimate, returns = generalized_advantages(by_token, sample.values, section.discount, section.gae_lambda)
         sample.returns = returns.astype(np.float32)
         advantages.append(estimate)
     _set_token_advantages(samples, advantages)
+
+
+def rewards_by_token(sample: Sample, reward: float) -> np.ndarray:
+    """Float64 [c], with the sum `reward`: what an environment gave for a turn stands at the turn's last token, and the
+    rest of it at the sample's."""
+    by_token = np.zeros(sample.num_tokens)
+    if sample.episode is not None and sample.num_tokens:
+        for end, part in zip(sample.episode.turn_ends, sample.episode.turn_rewards, strict=False):
+            by_token[max(end, 1) - 1] += part
+            reward -= part
+    by_token[-1:] += reward
+    return by_token
 
 
 def _kl_by_token(sample: Sample, section: LossSection) -> np.ndarray:

@@ -46,11 +46,12 @@ TRUNCATED = frozenset({"length", "max_turns", "timeout"})
 @dataclass(slots=True)
 class EpisodeNotes:
     """What an environment says of an episode, beside its tokens: `messages` are those after the prompt, `turn_rewards`
-    what it gave for each of the policy's turns, `metrics` numbers of its own by name."""
+    what it gave for each of the policy's turns, `metrics` numbers of its own by name. `turn_ends` has an entry for each
+    turn, counted in the policy's tokens; the last turn may not have been answered."""
 
     messages: list[dict[str, Any]]
     turn_rewards: list[float]
-    num_turns: int  # of the policy's; the last may not have been answered
+    turn_ends: list[int]
     environment: Any  # the instance, closed by now
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None  # why it broke off, where the environment has failed
@@ -59,6 +60,10 @@ class EpisodeNotes:
     def reward(self) -> float:
         """The sum over the turns."""
         return sum(self.turn_rewards)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turn_ends)
 
 
 @dataclass(slots=True)

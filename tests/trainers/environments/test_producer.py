@@ -59,6 +59,8 @@ def test_groups_of_episodes_with_a_mask_and_one_value_for_each_token_of_the_poli
         assert num == sum(end - start for start, end in sample.policy_spans) == len(sample.policy_token_ids)
         assert len(sample.sampled_logprobs) == len(sample.raw_logprobs) == len(sample.entropy) == num
         assert sample.episode is not None and len(sample.policy_spans) == sample.episode.num_turns
+        lengths = np.cumsum([end - start for start, end in sample.policy_spans])
+        assert sample.episode.turn_ends == lengths.tolist()
         assert sum(sample.episode.turn_rewards) == pytest.approx(num / 10)
 
 

@@ -131,7 +131,7 @@ def _sample(llm: LLM, episode: Episode, seed: int | None, group: int, version: i
         episode=EpisodeNotes(
             messages=[dict(message) for message in episode.messages],
             turn_rewards=episode.turn_rewards,
-            num_turns=len(episode.outputs),
+            turn_ends=np.cumsum([len(output.outputs[0].token_ids) for output in episode.outputs], dtype=int).tolist(),
             environment=episode.environment,
             metrics={} if episode.environment is None else dict(episode.environment.metrics),
             error=episode.error,
