@@ -385,6 +385,7 @@ def test_drafts_stay_where_steps_with_them_are_faster_a_token():
     speculation = watching(1.0)
     rows = rows_of_steps(speculation, lambda count: 1.0 if count == 1 else 2.0, 80)
     assert rows[:2] == [1] * 2 and rows[2:35] == [5] * 33 and rows[35:37] == [1] * 2  # plain ones now and then
+    assert speculation.seconds_won_and_lost is not None
     won, lost = speculation.seconds_won_and_lost
     assert (won, lost) == (pytest.approx(3.0 * (rows.count(5) - 1)), 0.0)  # the first of a kind does not count
 
@@ -394,6 +395,7 @@ def test_drafts_stop_where_steps_with_them_are_slower_a_token_and_are_tried_agai
     speculation = watching(1.0)
     rows = rows_of_steps(speculation, lambda count: 0.01 if count == 1 else 0.06, 250)
     assert 1 < rows.count(5) < 8
+    assert speculation.seconds_won_and_lost is not None
     won, lost = speculation.seconds_won_and_lost
     assert won == 0.0 and 0.0 < lost < 0.05 + 0.01 * 0.01 * len(rows)
 
