@@ -42,6 +42,9 @@ class LearnStatistics:
     drift_sum: float = 0.0  # old - new logprobs
     mismatch: list[Mismatch] = field(default_factory=list)  # one a micro-batch, before the first update
     correction: dict[str, float] = field(default_factory=dict)  # where the old logprobs were recomputed
+    further: dict[str, float] = field(
+        default_factory=dict
+    )  # of what moves beside the policy: a critic, a KL coefficient
 
     def begin_update(self) -> None:
         """An optimiser step begins."""
@@ -80,7 +83,7 @@ class LearnStatistics:
             result["clip_ratio/dual_mean"] = sum(clips.dual for clips in self.clips) / tokens
         if section.uses_kl:
             result["kl"] = self.kl_sum / tokens
-        return result | self.merged_mismatch().metrics() | self.correction
+        return result | self.merged_mismatch().metrics() | self.correction | self.further
 
     def merged_mismatch(self) -> Mismatch:
         """Over all tokens that were compared so far."""

@@ -24,8 +24,9 @@ class PackedBatch:
     `first`: int64 [T], the first place of each row. `rows`: int64 [C], the row whose hidden state predicts completion
     token `targets` int64 [C]. `lengths`: int64 [S], completion tokens of each sequence. `sampler_logprobs`,
     `old_logprobs` (the ratio's denominator: the sampler's, unless the trainer recomputed them), `advantages`:
-    float32 [C]. `reference_logprobs`, `importance`: float32 [C], where the samples have them. `sample_indices`:
-    positions in the list that was packed.
+    float32 [C]. `reference_logprobs`, `importance`, `values` and `returns` (a critic's, before the step's updates, and
+    what they should have been): float32 [C], where the samples have them. `sample_indices`: positions in the list that
+    was packed.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +43,8 @@ class PackedBatch:
     sample_indices: tuple[int, ...]
     reference_logprobs: torch.Tensor | None = None
     importance: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def num_input_tokens(self) -> int:
@@ -129,11 +132,13 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
         targets=torch.tensor([token for sample in chosen for token in sample.completion_token_ids], dtype=torch.int64),
         lengths=lengths,
         sampler_logprobs=_joined([sample.sampled_logprobs for sample in chosen]),
-        old_logprobs=_joined([_old_logprobs(sample) for sample in chosen]),
+        old_logprobs=_joined([sample.frozen_logprobs for sample in chosen]),
         advantages=_joined([_advantages(sample) for sample in chosen]),
         sample_indices=tuple(indices),
         reference_logprobs=_joined_where_there([sample.reference_logprobs for sample in chosen]),
         importance=_joined_where_there([sample.importance for sample in chosen]),
+        values=_joined_where_there([sample.values for sample in chosen]),
+        returns=_joined_where_there([sample.returns for sample in chosen]),
     )
 
 
@@ -150,10 +155,6 @@ def _advantages(sample: Sample) -> np.ndarray:
     if sample.token_advantages is not None:
         return sample.token_advantages
     return np.full(sample.num_tokens, sample.advantage, dtype=np.float32)
-
-
-def _old_logprobs(sample: Sample) -> np.ndarray:
-    return sample.sampled_logprobs if sample.old_logprobs is None else sample.old_logprobs
 
 
 def pack_micro_batches(samples: Sequence[Sample], token_budget: int) -> list[PackedBatch]:

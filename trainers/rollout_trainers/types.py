@@ -59,11 +59,18 @@ class Sample:
     old_logprobs: np.ndarray | None = None  # None: the sampler's are used
     reference_logprobs: np.ndarray | None = None  # of the policy that the run began with, for a KL term
     importance: np.ndarray | None = None  # weights that account for a sampler that is not the trainer
+    values: np.ndarray | None = None  # what the critic expects before each token
+    returns: np.ndarray | None = None  # what it should have said
 
     @property
     def num_tokens(self) -> int:
         """Completion tokens: the engine's own count, never inferred from token values."""
         return len(self.completion_token_ids)
+
+    @property
+    def frozen_logprobs(self) -> np.ndarray:
+        """Under the policy that the step has begun with: the trainer's where it has recomputed them."""
+        return self.sampled_logprobs if self.old_logprobs is None else self.old_logprobs
 
     @property
     def has_advantage(self) -> bool:
