@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
-from rollout_trainers.checks import check_choice, check_integer, check_real, fail
+from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.loss_config import LossSection
 
@@ -78,6 +78,33 @@ class TaskSection:
         check_integer("task", "train_size", self.train_size, 1)
         check_integer("task", "eval_size", self.eval_size, 0)
         check_integer("task", "seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSection:
+    """Limits of episodes, where the task has an environment (`docs/environments.md`).
+
+    `max_turns` of the policy's, each of at most `sampling.max_tokens`. `step_timeout` seconds for each call of an
+    environment, `episode_timeout` for a whole episode, sampling included (None: no limit); an episode that is late ends
+    with what it has. At most `max_concurrent` episodes run at once (None: all of a step). With `strict_template` an
+    episode ends with an error where the chat template would render earlier turns in another way than the policy has
+    sampled them; without it the policy goes on seeing what it sampled.
+    """
+
+    max_turns: int = 8
+    step_timeout: float | None = 60.0
+    episode_timeout: float | None = None
+    max_concurrent: int | None = None
+    strict_template: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("environment", "max_turns", self.max_turns, 1)
+        for name in ("step_timeout", "episode_timeout"):
+            if getattr(self, name) is not None:
+                check_real("environment", name, getattr(self, name), 0.0, open_low=True)
+        if self.max_concurrent is not None:
+            check_integer("environment", "max_concurrent", self.max_concurrent, 1)
+        check_flag("environment", "strict_template", self.strict_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +269,7 @@ class RunConfig:
     resume: bool = False
     engine: EngineSection = field(default_factory=EngineSection)
     task: TaskSection = field(default_factory=TaskSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     loss: LossSection = field(default_factory=LossSection)

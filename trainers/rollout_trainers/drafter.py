@@ -94,16 +94,20 @@ class Sequences:
 @torch.no_grad()
 def sequences_of(target: CausalLM, samples: Sequence[Sample]) -> Sequences:
     """The samples' whole sequences with the target's features, under its weights as they are."""
-    lengths = [len(sample.prompt_token_ids) + sample.num_tokens for sample in samples]
+    lengths = [len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples]
     tokens = [token for sample in samples for token in (*sample.prompt_token_ids, *sample.completion_token_ids)]
     input_ids = torch.tensor(tokens, dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    prompts = torch.tensor([len(sample.prompt_token_ids) for sample in samples])
     query_start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     features = target(input_ids, positions, ForwardBatch.packed(query_start))
-    return Sequences(
-        input_ids, positions, query_start, positions >= prompts.repeat_interleave(torch.tensor(lengths)), features
-    )
+    is_learned = torch.cat([_is_policys(sample) for sample in samples])
+    return Sequences(input_ids, positions, query_start, is_learned, features)
+
+
+def _is_policys(sample: Sample) -> torch.Tensor:
+    """bool [tokens of the whole sequence]: those that the policy has sampled."""
+    own = np.ones(len(sample.completion_token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
+    return torch.from_numpy(np.concatenate([np.zeros(len(sample.prompt_token_ids), np.bool_), own]))
 
 
 @dataclass(slots=True)

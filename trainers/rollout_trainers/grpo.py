@@ -30,14 +30,14 @@ from rollout_trainers.evaluation import Evaluation, evaluate_rewards
 from rollout_trainers.kl_control import KLControl, sequence_kl
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import Denominators
-from rollout_trainers.metrics import LearnStatistics, memory_metrics, sample_metrics, speed_metrics
+from rollout_trainers.metrics import LearnStatistics, episode_metrics, memory_metrics, sample_metrics, speed_metrics
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
-from rollout_trainers.producer import RolloutProducer, derive_seed, select_examples, select_further_examples
-from rollout_trainers.rewards import score
+from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
+from rollout_trainers.rewards import TrainerState, score
 from rollout_trainers.tracking import Timers
 from rollout_trainers.types import Sample, Task
 
@@ -50,7 +50,7 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        producer: Producer,
         policy: SharedPolicy,
         task: Task,
         config: RunConfig,
@@ -75,6 +75,7 @@ class GRPOTrainer:
             self.plan = treaty.settle()
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
+        self.reward_metrics: dict[str, list[float]] = {}  # what rewards have logged in the last step
 
     @property
     def loss(self) -> LossSection:
@@ -89,7 +90,7 @@ class GRPOTrainer:
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples and metrics."""
         timers = Timers()
-        self.finding = None
+        self.finding, self.reward_metrics = None, {}
         by_owner = self.treaty is not None or step % 10 == 1 or step == self.config.steps  # it takes a while
         with timers.phase("step"):
             with self.memory.phase("sampling", by_owner):
@@ -110,6 +111,7 @@ class GRPOTrainer:
         metrics = sample_metrics(samples, group_size, self.loss) | statistics.metrics(self.loss)
         if self.loss.dynamic_sampling:
             metrics |= sampled.metrics(group_size)
+        metrics |= episode_metrics(samples) | {name: float(np.mean(each)) for name, each in self.reward_metrics.items()}
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
         metrics |= memory_metrics(self.memory, self.plan)
@@ -126,8 +128,9 @@ class GRPOTrainer:
             with timers.phase("gen"):
                 samples = self.rollouts(step) if place == 0 else self.further_rollouts(step, place, count)
             with timers.phase("reward"):
-                score(samples, self.task.rewards)
-                punish_overlong(samples, self.config.sampling.max_tokens, loss)
+                for name, values in self.score(samples, step - 1).items():
+                    self.reward_metrics.setdefault(name, []).extend(values)
+                punish_overlong(samples, self.producer.max_completion_tokens, loss)
             return samples
 
         if not loss.dynamic_sampling:
@@ -136,6 +139,12 @@ class GRPOTrainer:
         return sample_until_informative(
             sample_round, algorithm.prompts_per_step, algorithm.group_size, loss.max_sampling_rounds
         )
+
+    def score(self, samples: Sequence[Sample], num_steps: int) -> dict[str, list[float]]:
+        """Rewards the samples, after `num_steps` steps. Returns what the reward functions have logged."""
+        config = self.config
+        epoch = num_steps * config.algorithm.prompts_per_step / max(1, len(self.task.train))
+        return score(samples, self.task.rewards, TrainerState(num_steps, config.steps, epoch))
 
     def rollouts(self, step: int) -> list[Sample]:
         """The step's groups, group after group."""
@@ -218,7 +227,7 @@ class GRPOTrainer:
         denominators = Denominators(
             num_tokens=sum(sample.num_tokens for sample in samples),
             num_sequences=len(samples),
-            normalizer=loss.loss_normalizer or config.sampling.max_tokens,
+            normalizer=loss.loss_normalizer or self.producer.max_completion_tokens,
         )
         moving = [sample for sample in samples if sample.has_advantage or loss.moves_without_advantage]
         batches = pack_micro_batches(moving, config.algorithm.micro_batch_tokens)
@@ -282,12 +291,13 @@ class GRPOTrainer:
         if self.config.engine.sleep:
             self.engine.wake_up()
 
-    def evaluate(self) -> tuple[list[Sample], Evaluation]:
-        """One completion of each held-out prompt by the policy as it is. The engine must be awake."""
+    def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
+        """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be
+        awake."""
         section = self.config.evaluation
         max_tokens = section.max_tokens or self.config.sampling.max_tokens
         samples = self.producer.evaluate(self.task.evaluation, section.temperature, max_tokens)
-        score(samples, self.task.rewards)
+        self.score(samples, num_steps)
         rewards = [sample.reward for sample in samples]
         lengths = [sample.num_tokens for sample in samples]
         return samples, evaluate_rewards(rewards, lengths, section.success_threshold)

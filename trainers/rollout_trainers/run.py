@@ -17,12 +17,13 @@ from rollout.models.pretrained import resolve_model
 from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
+from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
-from rollout_trainers.producer import RolloutProducer, derive_seed
+from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
@@ -75,13 +76,17 @@ def run(
     reward_functions: Sequence[RewardFunction] = (),
     train: Sequence[Example] = (),
     evaluation: Sequence[Example] = (),
+    environment: EnvironmentFactory | None = None,
 ) -> RunResult:
     """Trains as `config` says, and reports. The task is `task`, or made of `train`, `evaluation` and
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
-    own). Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another
-    run's checkpoints."""
+    own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
+
+    Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
+    checkpoints.
+    """
     started = time.perf_counter()
-    task = _resolve_task(config, task, reward_functions, train, evaluation)
+    task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     task = _with_reward_model(task, config.reward_model)
     checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
@@ -98,15 +103,25 @@ def _resolve_task(
     reward_functions: Sequence[RewardFunction],
     train: Sequence[Example],
     evaluation: Sequence[Example],
+    environment: EnvironmentFactory | None,
 ) -> Task:
     if task is not None:
-        return task
+        return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions:
+        if not reward_functions and environment is None:
             raise ValueError("reward_functions is empty: give at least one with the training examples")
-        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions))
+        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
-    return Task(named.name, named.train, named.evaluation, tuple(reward_functions) or named.rewards)
+    return replace(
+        named, rewards=tuple(reward_functions) or named.rewards, environment=environment or named.environment
+    )
+
+
+def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
+    temperature, max_tokens = config.sampling.temperature, config.sampling.max_tokens
+    if task.environment is None:
+        return RolloutProducer(engine, temperature, max_tokens, config.seed)
+    return EpisodeProducer(engine, task.environment, config.environment, temperature, max_tokens, config.seed)
 
 
 def _make_engine(config: RunConfig) -> LLM:
@@ -139,13 +154,18 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 
 def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     """PPO's where there is a critic."""
-    producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
+    producer = _make_producer(config, engine, task)
     policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
+        if not isinstance(producer, RolloutProducer):
+            raise ValueError(
+                f"loss.algorithm={config.loss.algorithm!r} is not supported with an environment yet: critics know samples "
+                "of one turn only; use an algorithm without a critic"
+            )
         return PPOTrainer(producer, policy, critic, task, config, treaty)
     return GRPOTrainer(producer, policy, task, config, treaty)
 
@@ -248,7 +268,7 @@ class Session:
     def _evaluate(self, step: int) -> None:
         if not self.trainer.task.evaluation:
             return
-        samples, self.evaluations[step] = self.trainer.evaluate()
+        samples, self.evaluations[step] = self.trainer.evaluate(step)
         self.tracker.log(step, self.evaluations[step].metrics())
         self.tracker.log_samples(step, self._rows(step, samples, "held out"))
         self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
@@ -288,7 +308,7 @@ class Session:
                 advantage=sample.advantage,
                 num_tokens=sample.num_tokens,
                 finish_reason=sample.finish_reason,
-                columns=dict(sample.example.columns),
+                columns={**sample.example.columns, **sample.logged},
                 split=split,
             )
             for sample in samples[: self.config.tracking.samples]
