@@ -136,15 +136,24 @@ def test_transports_bring_both(engines: Engines, tmp_path: Path, name: str) -> N
                 lambda: SparseDeltaReceiver(SafetensorsFolderReceiver(tmp_path)),
             )
     try:
-        for number, draft in ((2, 2), (2, 0)):
-            weights = {**engines.policies.weights(number), **engines.drafter(draft)}
+        # (policy that is sent or None, drafter that is sent or None), what is held afterwards
+        for sent, held in (((2, 2), (2, 2)), ((2, 0), (2, 0)), ((None, 1), (2, 1)), ((0, None), (0, 1))):
+            policy = {} if sent[0] is None else engines.policies.weights(sent[0])
+            drafter = {} if sent[1] is None else engines.drafter(sent[1])
             with ThreadPoolExecutor(1) as threads, llm.policy_update() as update:
-                sending = threads.submit(sender.send, update.version, weights.items())
+                sending = threads.submit(sender.send, update.version, {**policy, **drafter}.items())
                 update.load(receiver())
-                assert sending.result().fingerprint == parameters_fingerprint(
-                    engines.policies.weights(number).items(), torch.float32
-                )
-            engines.assert_serves(number, draft=draft)
+                report = sending.result()
+            own = engines.policies.weights(sent[1] or 0)
+            expected = [
+                parameters_fingerprint(weights.items(), torch.float32) if is_sent else None
+                for weights, is_sent in ((policy, policy), (own, drafter))
+            ]
+            assert [report.fingerprint, report.drafter_fingerprint] == expected
+            receipt = update.receipt
+            assert report.fingerprint in (None, receipt.parameters_fingerprint)
+            assert report.drafter_fingerprint in (None, receipt.drafter_fingerprint)
+            engines.assert_serves(held[0], draft=held[1])
     finally:
         sender.close()
 
