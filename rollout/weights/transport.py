@@ -67,8 +67,8 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of the policy's tensors that were sent,
-    `drafter_fingerprint` the receipt's of the drafter's; None where there were none, as on a rank that only consumed.
+    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of the policy that was sent,
+    `drafter_fingerprint` the receipt's of the drafter; None where none was, as on a rank that only consumed.
     """
 
     num_tensors: int
