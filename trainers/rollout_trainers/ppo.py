@@ -29,7 +29,7 @@ from rollout_trainers.objective import critic_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
-from rollout_trainers.producer import RolloutProducer
+from rollout_trainers.producer import Producer
 from rollout_trainers.types import Sample, Task
 
 _LEARNING_RATES = {"value_head": 1e-3, "separate": 1e-5}
@@ -40,7 +40,7 @@ class PPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        producer: Producer,
         policy: SharedPolicy,
         critic: Critic,
         task: Task,
