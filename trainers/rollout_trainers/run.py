@@ -161,11 +161,6 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        if not isinstance(producer, RolloutProducer):
-            raise ValueError(
-                f"loss.algorithm={config.loss.algorithm!r} is not supported with an environment yet: critics know samples "
-                "of one turn only; use an algorithm without a critic"
-            )
         return PPOTrainer(producer, policy, critic, task, config, treaty)
     return GRPOTrainer(producer, policy, task, config, treaty)
 
