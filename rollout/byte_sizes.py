@@ -14,4 +14,8 @@ def parse_bytes(value: int | str, field: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", str(value), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{field}={value!r} is not valid: it must be bytes as an integer or text such as '4GiB'")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+    unit = _UNITS[(match[2] or "").upper()]
+    number = float(match[1]) * unit
+    if unit == 1 and not number.is_integer():
+        raise ValueError(f"{field}={value!r} is not valid: it must be a whole number of bytes")
+    return int(number)

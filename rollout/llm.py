@@ -514,7 +514,12 @@ class LLM:
             return self._engine.shared_model()
 
     def shared_drafter(self) -> nn.Module:
-        """The module of a drafter with weights, likewise; its parameters' names in updates begin with "drafter."."""
+        """The module of a drafter with weights, likewise; its parameters' names in updates begin with "drafter.".
+
+        `sleep(level=2)` keeps or gives back the weights of model and drafter together: from now on it keeps both, also
+        where `shared_model()` was never called; and after `shared_model()` it keeps the drafter's. Raises `ValueError`
+        where there is no drafter with weights, and with `data_parallel_size`.
+        """
         with self._lock:
             return self._engine.shared_drafter()
 

@@ -366,14 +366,15 @@ class EngineCore:
         self.sleep(2)
 
     def shared_model(self) -> CausalLM:
-        """The module that the engine runs. From now on `sleep(level=2)` keeps the weights: somebody else uses them."""
+        """The module that the engine runs. From now on `sleep(level=2)` keeps the weights, also those of a drafter:
+        somebody else uses them."""
         self._weights_shared = True
         if self._guard is None:
             self._guard = SharedWeightsGuard(self.parameters())
         return self._worker.model
 
     def shared_drafter(self) -> nn.Module:
-        """The module that guesses. From now on `sleep(level=2)` keeps the weights, its own and the model's. Raises
+        """The module that guesses. From now on `sleep(level=2)` keeps the weights, its own and the model's too. Raises
         `ValueError` where there is no drafter with weights."""
         if self._worker.drafter is None:
             raise ValueError(f"speculative_config={self.config.speculative_config!r} has no drafter with weights")
@@ -448,7 +449,7 @@ class EngineCore:
         `ValueError` for an unknown tag, and `torch.OutOfMemoryError` where the device's memory is taken: then all
         sleeps as before, and holds no memory that it did not hold before.
         """
-        tags = check_tags(tags)
+        tags = check_tags(tags, self.config)
         if "kv_cache" in tags:
             tags.append("graphs")
         report = self._worker.wake_up(tags)

@@ -368,7 +368,7 @@ class EngineReplicas:
             self.go_on(None)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
-        tags = check_tags(tags)
+        tags = check_tags(tags, self.config)
         try:
             reports = self._call_all(WakeReport, "wake_up", tags)
             return join_wake_reports(reports)

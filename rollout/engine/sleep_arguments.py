@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rollout.config import EngineConfig
 from rollout.weights.target import IN_FLIGHT_MODES
 
 TAGS = ("scheduling", "weights", "kv_cache", "graphs")
+_NO_TAG = "the drafter's weights wake with 'weights', its KV pool with 'kv_cache', its recorded steps with 'graphs'"
 
 
-def check_tags(tags: Iterable[str] | None) -> list[str]:
+def check_tags(tags: Iterable[str] | None, config: EngineConfig) -> list[str]:
     """The wake-up tags that are meant: all of them by None, one by a string. Raises `ValueError` for an unknown one."""
     if isinstance(tags, str):
         tags = [tags]
     tags = list(TAGS if tags is None else tags)
     unknown = [tag for tag in tags if tag not in TAGS]
     if unknown:
-        drafter = " (this engine has no drafter)" if "drafter" in unknown else ""
-        known = ", ".join(map(repr, TAGS))
-        raise ValueError(f"tags={tags!r} is not valid{drafter}: they must be among {known}")
+        why = ""
+        if "drafter" in unknown:
+            speculative = config.speculative_config
+            has_drafter = speculative is not None and speculative.has_weights
+            why = f" ({_NO_TAG if has_drafter else 'this engine has no drafter'})"
+        raise ValueError(f"tags={tags!r} is not valid{why}: they must be among {', '.join(map(repr, TAGS))}")
     return tags
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors import safe_open
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -22,10 +24,13 @@ _ALIGNMENT = 64  # bytes; a cache line, and a vector register
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model's config. Raises `ValueError` where the folder holds none."""
+    """The model's config. Raises `ValueError` naming the folder where it holds none that can be read."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={str(folder)!r} is not valid: there is no config.json in it")
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        raise ValueError(f"model={str(folder)!r} is not valid: its config.json cannot be read: {error}") from error
 
 
 def resolve_dtype(requested: str, config: PretrainedConfig) -> torch.dtype:
@@ -71,12 +76,31 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     shards = _find_shards(folder)
     for shard in shards:
-        if shard.suffix == ".safetensors":
-            with safe_open(shard, framework="pt") as tensors:
+        yield from read_tensors(shard)
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a file, safetensors or PyTorch's. Raises `ValueError` naming a file that cannot be read, or that
+    holds anything else than tensors by name."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # not a dict
                     yield name, tensors.get_tensor(name)
-        else:
-            yield from torch.load(shard, map_location="cpu", mmap=True, weights_only=True).items()
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} is no whole file of safetensors: {error}") from error
+        return
+    try:
+        held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{str(path)!r} cannot be read as a PyTorch file of tensors: {reason}") from error
+    if not isinstance(held, Mapping):
+        raise ValueError(f"{str(path)!r} holds a {type(held).__name__}, not tensors by name")
+    for name, tensor in held.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{str(path)!r} holds a {type(tensor).__name__} by the name {name!r}, not a tensor")
+        yield name, tensor
 
 
 def _find_shards(folder: Path) -> list[Path]:

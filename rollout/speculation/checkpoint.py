@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
-from rollout.models.loader import materialize, num_parameter_bytes
+from rollout.models.loader import materialize, num_parameter_bytes, read_tensors
 from rollout.speculation.model_drafter import DrafterHost
 
 _FILES = (
@@ -23,27 +22,25 @@ _FILES = (
 
 
 def read_drafter_config(folder: Path) -> dict[str, Any]:
-    """The fields of `config.json`. Raises `ValueError` where there is none."""
+    """The fields of `config.json`. Raises `ValueError` where there is none, or it cannot be read."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model={str(folder)!r} is not valid: there is no config.json in it")
-    fields = json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:  # neither JSON nor UTF-8
+        raise ValueError(f"model={str(folder)!r} is not valid: its config.json is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"model={str(folder)!r} is not valid: its config.json is no object")
     return fields
 
 
 def drafter_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the folder's one file of weights. Raises `ValueError` where there is none."""
+    """Every tensor of the folder's one file of weights. Raises `ValueError` where there is none that can be read."""
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(f"model={str(folder)!r} is not valid: it holds none of {', '.join(_FILES)}")
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # not a dict
-                yield name, tensors.get_tensor(name)
-    else:
-        yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
+    yield from read_tensors(path)
 
 
 def resolve_drafter(model: str) -> Path:
@@ -70,7 +67,7 @@ def load_drafter(
 ) -> None:
     """Copies the tensors into the module's parameters, casting to their dtype.
 
-    Raises `ValueError` naming the tensor that has no place, has another shape, or is missing.
+    Raises `ValueError` naming the tensor that has no place, has another shape, holds integers, or is missing.
     """
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
@@ -80,6 +77,10 @@ def load_drafter(
         if tensor.shape != wanted:
             raise ValueError(
                 f"tensor {name!r} in {str(folder)!r} has shape {tuple(tensor.shape)}, the model needs {tuple(wanted)}"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"tensor {name!r} in {str(folder)!r} is {tensor.dtype}: quantised weights are not supported"
             )
         parameters[name].copy_(tensor)
         if on_tensor is not None:

@@ -69,7 +69,10 @@ class DraftModel:
         return self._layout.block_bytes
 
     def load(self, on_tensor: Callable[[str], None] | None = None) -> None:
-        load_weights(self._model, self._folder, on_tensor)
+        try:
+            load_weights(self._model, self._folder, on_tensor)
+        except ValueError as error:
+            raise ValueError(f"speculative_config: model={str(self._folder)!r} cannot be used: {error}") from error
 
     @property
     def _max_rows(self) -> int:

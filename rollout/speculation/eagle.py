@@ -59,6 +59,8 @@ class EagleConfig:
         """From a checkpoint's `config.json`. Raises `ValueError` for what is not EAGLE's first kind, or not for this
         model."""
         fields = read_drafter_config(folder)
+        if "medusa_num_heads" in fields:
+            raise ValueError(f"model={str(folder)!r} is not valid with method='eagle': it holds heads of Medusa")
         newer = [name for name in ("d2t", "t2d", "midlayer.hidden_norm.weight") if name in tensors]
         if "draft_vocab_size" in fields or newer:
             what = f"tensor {newer[0]!r}" if newer else "'draft_vocab_size'"
@@ -66,7 +68,7 @@ class EagleConfig:
                 f"model={str(folder)!r} is not supported: it has {what}, as EAGLE-3 does, and method='eagle' is for "
                 "the layers of EAGLE and EAGLE-2"
             )
-        layer = LlamaConfig.from_pretrained_config(read_config(folder))
+        layer = _layer_of(folder)
         if layer.num_hidden_layers != 1:
             raise ValueError(
                 f"num_hidden_layers={layer.num_hidden_layers} in {str(folder)!r} is not supported: it must be 1"
@@ -80,7 +82,38 @@ class EagleConfig:
                 raise ValueError(f"{field}={value} in {str(folder)!r} is not valid: the model has {size}")
         # The table of angles reaches as far as the model's sequences and the guesses behind them.
         longest = model.shape.max_position_embeddings + MOST_DRAFTS
-        return cls(replace(layer, max_position_embeddings=longest), "fc.bias" in tensors)
+        return cls(replace(layer, max_position_embeddings=longest), _has_bias(fields, tensors, folder))
+
+
+def _layer_of(folder: Path) -> LlamaConfig:
+    """The layer that a `config.json` describes. Raises `ValueError` naming the folder for one that cannot be."""
+    config = read_config(folder)
+    try:
+        layer = LlamaConfig.from_pretrained_config(config)
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"the config.json in {str(folder)!r} is not valid: {reason}") from error
+    for field, value in (
+        ("num_attention_heads", layer.num_attention_heads),
+        ("num_key_value_heads", layer.num_key_value_heads),
+        ("head_dim", layer.head_dim),
+        ("intermediate_size", layer.intermediate_size),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{field}={value!r} in {str(folder)!r} is not valid: it must be an integer of at least 1")
+    eps = layer.rms_norm_eps
+    if not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        raise ValueError(f"rms_norm_eps={eps!r} in {str(folder)!r} is not valid: it must be a finite number above 0")
+    return layer
+
+
+def _has_bias(fields: Mapping[str, object], tensors: Mapping[str, torch.Tensor], folder: Path) -> bool:
+    """Whether `fc` has a bias. Raises `ValueError` where "bias" says something else than the tensors do."""
+    has_bias = "fc.bias" in tensors
+    if fields.get("bias", has_bias) is not has_bias:
+        there = "a tensor" if has_bias else "no tensor"
+        raise ValueError(f"bias={fields['bias']!r} in {str(folder)!r} is not valid: there is {there} 'fc.bias' in it")
+    return has_bias
 
 
 class EagleAttention(nn.Module):

@@ -50,6 +50,10 @@ class MedusaConfig:
     def of_folder(cls, folder: Path, names: Mapping[str, torch.Tensor], model: CausalLM) -> MedusaConfig:
         """From a checkpoint's `config.json` and its tensors' names. Raises `ValueError` for heads of another model."""
         fields = read_drafter_config(folder)
+        if "medusa_num_heads" not in fields:
+            raise ValueError(
+                f"model={str(folder)!r} is not valid with method='medusa': its config.json has no medusa_num_heads"
+            )
         vocab_size, hidden_size = model.output_weight.shape
         for field, size in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
             if fields.get(field, size) != size:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollout.errors import TensorKindError, TransportError
-from rollout.weights.names import is_drafters
+from rollout.weights.names import DRAFTER_PREFIX, is_drafters
 from rollout.weights.receipt import combine
 from rollout.weights.transport import NamedTensor, SendReport
 from rollout_kernels import copy_and_fingerprint
@@ -145,10 +145,21 @@ class Tally:
         self.largest = max(self.largest, num_bytes)
 
     @property
-    def fingerprint(self) -> str:
-        """`Receipt.parameters_fingerprint` of an engine that holds these tensors in these dtypes."""
+    def fingerprint(self) -> str | None:
+        """`Receipt.parameters_fingerprint` of an engine that holds these tensors in these dtypes; None without any."""
         own = {name: tensor for name, tensor in self._tensors.items() if not is_drafters(name)}
-        return combine(own, self.fingerprints)
+        return combine(own, self.fingerprints) if own else None
+
+    @property
+    def drafter_fingerprint(self) -> str | None:
+        """`Receipt.drafter_fingerprint`, likewise: over a drafter's own names. None without any of its tensors."""
+        names = {name.removeprefix(DRAFTER_PREFIX): name for name in self._tensors if is_drafters(name)}
+        if not names:
+            return None
+        return combine(
+            {short: self._tensors[name] for short, name in names.items()},
+            {short: self.fingerprints[name] for short, name in names.items()},
+        )
 
     def end(self) -> dict[str, Any]:
         """What the sending side says at the end of a policy."""
@@ -169,6 +180,7 @@ class Tally:
             num_bytes=self.num_bytes,
             seconds=time.perf_counter() - self.started,
             fingerprint=self.fingerprint,
+            drafter_fingerprint=self.drafter_fingerprint,
             largest_bucket=self.largest,
         )
 
@@ -233,4 +245,4 @@ def only_consumed(named: Iterable[NamedTensor]) -> SendReport:
     """The report of a rank that takes part in producing the tensors and sends none of them."""
     started = time.perf_counter()
     count = sum(1 for _ in named)
-    return SendReport(count, num_bytes=0, seconds=time.perf_counter() - started, fingerprint="")
+    return SendReport(count, num_bytes=0, seconds=time.perf_counter() - started, fingerprint=None)

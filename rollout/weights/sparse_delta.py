@@ -64,7 +64,7 @@ class SparseDeltaSender(Sender):
         self._base, self._base_version, self._fingerprints = {}, None, {}
 
     def send(self, version: int, named: Iterable[NamedTensor]) -> SendReport:
-        """See `Sender`. `num_bytes` of the report is what travelled, `fingerprint` is of the policy."""
+        """See `Sender`. `num_bytes` of the report is what travelled, the fingerprints are of the whole policy."""
         if not self._sends:
             return only_consumed(named)
         started = time.perf_counter()
@@ -80,6 +80,7 @@ class SparseDeltaSender(Sender):
             report,
             num_tensors=len(tally.fingerprints),
             fingerprint=tally.fingerprint,
+            drafter_fingerprint=tally.drafter_fingerprint,
             seconds=time.perf_counter() - started,
         )
 

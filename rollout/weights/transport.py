@@ -67,13 +67,15 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of what was sent, a drafter left
-    out."""
+    """What the sending side did. `fingerprint` is `Receipt.parameters_fingerprint` of the policy that was sent,
+    `drafter_fingerprint` the receipt's of the drafter; None where none was, as on a rank that only consumed.
+    """
 
     num_tensors: int
     num_bytes: int
     seconds: float
-    fingerprint: str
+    fingerprint: str | None
+    drafter_fingerprint: str | None = None
     largest_bucket: int = 0  # bytes that were gathered or packed at one time, at most
 
 

@@ -136,15 +136,24 @@ def test_transports_bring_both(engines: Engines, tmp_path: Path, name: str) -> N
                 lambda: SparseDeltaReceiver(SafetensorsFolderReceiver(tmp_path)),
             )
     try:
-        for number, draft in ((2, 2), (2, 0)):
-            weights = {**engines.policies.weights(number), **engines.drafter(draft)}
+        # (policy that is sent or None, drafter that is sent or None), what is held afterwards
+        for sent, held in (((2, 2), (2, 2)), ((2, 0), (2, 0)), ((None, 1), (2, 1)), ((0, None), (0, 1))):
+            policy = {} if sent[0] is None else engines.policies.weights(sent[0])
+            drafter = {} if sent[1] is None else engines.drafter(sent[1])
             with ThreadPoolExecutor(1) as threads, llm.policy_update() as update:
-                sending = threads.submit(sender.send, update.version, weights.items())
+                sending = threads.submit(sender.send, update.version, {**policy, **drafter}.items())
                 update.load(receiver())
-                assert sending.result().fingerprint == parameters_fingerprint(
-                    engines.policies.weights(number).items(), torch.float32
-                )
-            engines.assert_serves(number, draft=draft)
+                report = sending.result()
+            own = engines.policies.weights(sent[1] or 0)
+            expected = [
+                parameters_fingerprint(weights.items(), torch.float32) if is_sent else None
+                for weights, is_sent in ((policy, policy), (own, drafter))
+            ]
+            assert [report.fingerprint, report.drafter_fingerprint] == expected
+            receipt = update.receipt
+            assert report.fingerprint in (None, receipt.parameters_fingerprint)
+            assert report.drafter_fingerprint in (None, receipt.drafter_fingerprint)
+            engines.assert_serves(held[0], draft=held[1])
     finally:
         sender.close()
 
@@ -231,6 +240,27 @@ def test_a_trainer_may_own_the_tensors_of_both(module_engines: Engines) -> None:
     engines.assert_serves(2, draft=2)
 
 
+@pytest.mark.parametrize("share", [LLM.shared_model, LLM.shared_drafter])
+def test_level_2_keeps_both_where_either_is_shared(module_engines: Engines, share: Callable[[LLM], object]) -> None:
+    engines = Engines(module_engines.policies, module_engines.plain, drafting(module_engines.policies, 1))
+    share(engines.llm)
+    report = engines.llm.sleep(level=2)
+    assert "drafter" not in report.released and "weights" not in report.released
+    assert "weights" not in engines.llm.sleeping_tags
+    engines.llm.wake_up()
+    engines.assert_serves(0, draft=1)
+
+
+def test_the_drafters_pool_stays_as_large_as_it_was(module_engines: Engines) -> None:
+    engines = Engines(module_engines.policies, module_engines.plain, drafting(module_engines.policies, 0))
+    llm = engines.llm
+    blocks, reserved = llm.get_metrics()["drafter_kv_cache_blocks"], llm.memory_ledger()["drafter_kv_cache"].reserved
+    llm.resize_kv_cache(llm.memory_ledger()["kv_cache"].reserved // 2)
+    assert llm.get_metrics()["drafter_kv_cache_blocks"] == blocks
+    assert llm.memory_ledger()["drafter_kv_cache"].reserved == reserved
+    engines.assert_serves(0, draft=0)
+
+
 def test_an_engine_without_a_drafter_has_none_to_share(module_engines: Engines) -> None:
     with pytest.raises(ValueError, match="no drafter with weights"):
         module_engines.plain.shared_drafter()
@@ -242,6 +272,8 @@ def test_level_2_loses_both_and_takes_an_update_of_both(module_engines: Engines)
     # cases SW-01, SW-02, SW-03
     engines = Engines(module_engines.policies, module_engines.plain, drafting(module_engines.policies, 1))
     llm = engines.llm
+    with pytest.raises(ValueError, match=r"'drafter'.* wake with 'weights', its KV pool with 'kv_cache'"):
+        llm.wake_up(["drafter"])
     buffers = {name: buffer.clone() for name, buffer in llm.engine.buffers().items()}
     assert any(name.startswith("drafter.") for name in buffers)
     for cycle in range(2):
