@@ -95,6 +95,14 @@ def test_every_algorithm_learns_from_episodes_on_policy(algorithm: str, model: P
     assert row["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("kind", ["value_head", "separate"])
+def test_a_critic_learns_from_episodes(kind: str, model: Path, tmp_path: Path) -> None:
+    options = ("steps=2", "loss.algorithm=ppo", f"critic.kind={kind}", "algorithm.recompute_logprobs=true")
+    for row in train(model, tmp_path, *options):
+        assert row["sampling/logp_difference/max"] == 0.0
+        assert row["critic/vf_explained_var"] <= 1.0 and row["critic/grad_norm"] > 0
+
+
 def test_a_sampler_that_is_not_the_trainer_is_corrected_in_episodes_too(model: Path, tmp_path: Path) -> None:
     options = ("steps=1", "engine.quantization=int8", "algorithm.recompute_logprobs=true")
     (row,) = train(model, tmp_path, *options)
