@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -231,17 +231,23 @@ class LLM:
             self._enqueued[group.group_id] = group
             return group.group_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """One step of the engine. Returns the outputs of enqueued prompts whose samples have all ended.
+
+        With `request_ids`, of these alone: others stay for a later call. Where some of them have ended already, they
+        are returned without a step.
 
         While a policy update is open or the engine sleeps, and requests are held, there is no step: returns what has
         ended (was aborted), or raises the error that says why there is nothing.
         """
         with self._lock:
-            has_ended = any(group.num_unfinished == 0 for group in self._enqueued.values())
-            if not (has_ended and self._engine.is_held):
+            wanted = self._enqueued if request_ids is None else self._enqueued.keys() & set(request_ids)
+            has_ended = any(self._enqueued[group_id].num_unfinished == 0 for group_id in wanted)
+            if not (has_ended and (self._engine.is_held or request_ids is not None)):
                 self._delivery.step()
-            done = [group for group in self._enqueued.values() if group.num_unfinished == 0]
+            done = [
+                group for group_id, group in self._enqueued.items() if group.num_unfinished == 0 and group_id in wanted
+            ]
             outputs = [group.output(self._tokenizer) for group in done]
             for group in done:
                 self._delivery.groups.pop(group.group_id, None)  # it is not there after an interruption
@@ -379,6 +385,11 @@ class LLM:
             top = prompt_logprobs_of(request, self._tokenizer)
             outputs.append(ScoreOutput(request.prompt_token_ids, logprobs, top))
         return outputs
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt and its output may have together."""
+        return self._engine.max_model_len
 
     @property
     def vocab_size(self) -> int:

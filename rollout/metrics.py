@@ -45,7 +45,7 @@ class EngineSnapshot:
     counters: EngineCounters
     policy_version: int
     drafts: list[list[int]] = field(default_factory=list)  # drafted and accepted tokens, by place; none: no speculation
-    draft_seconds: tuple[float, float] = (0.0, 0.0)  # won and lost by steps with drafts
+    draft_seconds: tuple[float, float] | None = None  # won and lost by steps with drafts, where the clock is watched
 
 
 _Counts = TypeVar("_Counts", SchedulerStats, EngineCounters)
@@ -66,7 +66,8 @@ def engine_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
 
     Where there is speculation, drafts are counted too: those computed, and those that were right, all together and at
     each place among the drafts of a sequence's step, from 1 on. `speculation_seconds_won_total` and `_lost_total` add
-    up by how much steps with drafts were faster, or slower, than their tokens would have come without.
+    up by how much steps with drafts were faster, or slower, than their tokens would have come without; they are not
+    there with `only_if_faster=False`.
     Of a drafter with KV of its own: the known tokens that it has computed to catch up, and its pool now.
     """
     stats, counters = _sum([s.stats for s in snapshots]), _sum([s.counters for s in snapshots])
@@ -115,5 +116,8 @@ def _draft_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         by_place = [sum(counts) for counts in zip(*columns, strict=True)]
         metrics[f"{name}_total"] = sum(by_place)
         metrics |= {f"{name}_total_at_{place}": count for place, count in enumerate(by_place, start=1)}
-    won, lost = (sum(seconds) for seconds in zip(*(snapshot.draft_seconds for snapshot in snapshots), strict=True))
-    return metrics | {"speculation_seconds_won_total": won, "speculation_seconds_lost_total": lost}
+    timed = [snapshot.draft_seconds for snapshot in snapshots if snapshot.draft_seconds is not None]
+    if timed:
+        won, lost = zip(*timed, strict=True)
+        metrics |= {"speculation_seconds_won_total": sum(won), "speculation_seconds_lost_total": sum(lost)}
+    return metrics

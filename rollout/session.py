@@ -108,6 +108,11 @@ class Session:
             self.add(messages)
 
     @property
+    def is_chat(self) -> bool:
+        """Whether it was begun with messages, to which a chat template appends."""
+        return self._chat is not None
+
+    @property
     def loss_mask(self) -> list[int]:
         """For each token 1 if it was sampled, 0 if it was given."""
         return [int(turn.is_sampled) for turn in self.turns for _ in range(turn.start, turn.end)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,10 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from rollout import LLM, SamplingParams
 from rollout.weights.receipt import parameters_fingerprint
+from rollout_trainers.recipe import config_from_values
+from rollout_trainers.rewards import math_verify_reward
+from rollout_trainers.tasks import make_task
 from tests.support.drafters import make_medusa
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,3 +103,24 @@ def test_the_code_about_logprobs_runs(tiny_model: Callable[..., Path], capsys: p
         "scored: True",
         "json: True",
     ]
+
+
+def test_the_code_about_environments_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "environments.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, str(page), "exec"), {"MODEL": str(tiny_model(tokenizer=True))})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(re.match(r"[123] (stop|length|max_turns) \[", line) for line in lines)
+
+
+def test_the_recipe_about_data_makes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    config = config_from_values({"model": "any", **yaml.safe_load(block)}, ["task.train_size=3", "task.eval_size=2"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    rows = [{"question": f"{i} + {i}?", "solution": str(2 * i)} for i in range(5)]
+    (tmp_path / "data" / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = make_task(config.task)
+    assert task.rewards == (math_verify_reward,)
+    assert sorted(example.columns["answer"] for example in (*task.train, *task.evaluation)) == list("02468")

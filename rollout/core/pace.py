@@ -15,6 +15,7 @@ _FIRST_STEPS = 2  # without drafts, before there are any, and again ...
 _STEPS_BETWEEN = 32  # ... after so many with them: machines are faster at one time than at another
 _SHARE_TO_LOSE = 0.01  # of the seconds that decoding takes, what may be lost on trying
 _MEMORY = 10.0  # seconds after which a win or a loss counts for a third
+_KEPT = 0.999  # of what drafts seemed to cost, after each step without
 _UNKNOWN_CHANCE = 0.5  # that a draft must have of being right while nobody knows what it costs
 _LEAST_CHANCE = 0.02
 
@@ -91,13 +92,15 @@ class Pace:
         if not self._has_asked and num_rows == num_sequences:
             steps.plain = _averaged(steps.plain, seconds)
             steps.num_plain += 1
+            steps.extra_seconds *= _KEPT
             return
         self._has_asked = False
         if not steps.plain:
             return
+        # By chance a step may take any time, also the first of its kind: not all of it counts.
         usual = steps.plain + max(steps.extra_seconds, 0.0)
-        seconds = min(seconds, 2 * usual) if steps.extra_rows else seconds
-        won = num_tokens * steps.plain / num_sequences - seconds
+        won = num_tokens * steps.plain / num_sequences - min(seconds, 5 * usual)
+        seconds = min(seconds, (2 if steps.extra_rows else 4) * usual)
         self._balance += won
         self.seconds_won += max(won, 0.0)
         self.seconds_lost += max(-won, 0.0)

@@ -330,6 +330,8 @@ class Scheduler:
         """
         new: list[int] = []
         num_accepted = 0
+        was_wrong = False
+        is_text = self.speculation is not None and bool(self.speculation.text(request))
         for index, draft in enumerate([*drafts, NOT_A_TOKEN], start=first):
             token_id = columns.token_ids[index]
             if token_id == NOT_A_TOKEN and new:
@@ -346,13 +348,14 @@ class Scheduler:
             if index in columns.completed:
                 self._retire(request, FinishReason.STOP, columns.completed[index])
             num_accepted += token_id == draft
+            was_wrong = draft not in (token_id, NOT_A_TOKEN)
             if request.is_finished or token_id != draft:
                 outputs.append((request, new))
                 break
         if not request.is_finished:
             self.kv.trim(request)
         if self.speculation is not None:
-            self.speculation.verified(request, len(drafts), num_accepted)
+            self.speculation.verified(request, len(drafts), num_accepted, was_wrong=was_wrong, is_text=is_text)
 
     def _take_draws(
         self, drawers: list[Request], columns: _Draws, first: int, outputs: list[tuple[Request, list[int]]]

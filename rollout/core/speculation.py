@@ -119,7 +119,7 @@ class Speculation:
             return False
         if self._pace is not None:
             self._least_chance = self._pace.least_chance(num_sequences)
-        if self._num_refused >= _PATIENCE and self._num_refused % _PATIENCE:  # guessing takes time, too
+        if self._num_refused % _PATIENCE and self._num_refused >= _PATIENCE and self._guesses_cost(candidates):
             self._num_refused += 1
             return False
         num_drafts, num_right = 0, 0.0
@@ -131,16 +131,20 @@ class Speculation:
         self._num_refused = 0 if allowed else self._num_refused + 1
         return allowed
 
+    def _guesses_cost(self, candidates: Sequence[Request]) -> bool:
+        """Whether to ask how many drafts they should have takes time by itself."""
+        return any(self._sample(request).guesser is not None for request in candidates)
+
     def took(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which so many sequences decoded has computed `num_rows`, and brought `num_tokens`."""
         if self._pace is not None and num_sequences <= self.most_sequences:
             self._pace.took(num_sequences, num_rows, num_tokens, seconds)
 
     @property
-    def seconds_won_and_lost(self) -> tuple[float, float]:
-        """Since start: by steps with drafts that were faster than without, and by those that were slower. Zeros where
+    def seconds_won_and_lost(self) -> tuple[float, float] | None:
+        """Since start: by steps with drafts that were faster than without, and by those that were slower. None where
         nobody watches the clock."""
-        return (0.0, 0.0) if self._pace is None else (self._pace.seconds_won, self._pace.seconds_lost)
+        return None if self._pace is None else (self._pace.seconds_won, self._pace.seconds_lost)
 
     def drafts(self, request: Request, most: int) -> list[int]:
         """At most `most` guesses of a request's next tokens, by its grammar or its own drafter, in a step that
@@ -214,21 +218,25 @@ class Speculation:
             length = int(sample.num_skipped % _PROBE_EVERY == 0)
         return length
 
-    def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """A step has told how many of a request's drafts, the leading ones, were right."""
+    def verified(
+        self, request: Request, num_drafted: int, num_accepted: int, *, was_wrong: bool, is_text: bool
+    ) -> None:
+        """A step has told how many of a request's drafts, the leading ones, were right, and whether the next one was
+        wrong: the request may have ended before that. `is_text`: its grammar made them."""
         for place in range(num_drafted):
             self.num_drafted[place] += 1
         for place in range(num_accepted):
             self.num_accepted[place] += 1
         sample = self._samples.get(request.request_id)
-        if sample is None:  # it has ended with one of them, and nobody has looked at the others
-            return
-        for is_right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafted):
-            if sample.text:
-                sample.text_rate += _WEIGHT * (is_right - sample.text_rate)
+        for is_right in [1.0] * num_accepted + [0.0] * was_wrong:
+            if not is_text:
+                self._rate += _WEIGHT / 16 * (is_right - self._rate)
+            if sample is None:  # it has ended with one of them
                 continue
-            sample.rate += _WEIGHT * (is_right - sample.rate)
-            self._rate += _WEIGHT / 16 * (is_right - self._rate)
+            if is_text:
+                sample.text_rate += _WEIGHT * (is_right - sample.text_rate)
+            else:
+                sample.rate += _WEIGHT * (is_right - sample.rate)
 
     def saw(self, request: Request, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
         """Tells a request's drafter what else could have come."""

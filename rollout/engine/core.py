@@ -342,7 +342,7 @@ class EngineCore:
         """What the engine counts now; one entry, where an engine of replicas has one for each."""
         speculation = self.scheduler.speculation
         drafts = [] if speculation is None else [speculation.num_drafted, speculation.num_accepted]
-        won_and_lost = (0.0, 0.0) if speculation is None else speculation.seconds_won_and_lost
+        won_and_lost = None if speculation is None else speculation.seconds_won_and_lost
         return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts, won_and_lost)]
 
     def collective_rpc(

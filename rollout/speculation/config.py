@@ -70,8 +70,13 @@ class SpeculativeConfig:
         if self.verification not in ("coupled", "rejection"):
             raise ValueError(f"verification={self.verification!r} is not valid: it must be 'coupled' or 'rejection'")
         _check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
-        _check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        _check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, 64)
         _check_integer("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max} is not valid: it must be at least "
+                f"prompt_lookup_min={self.prompt_lookup_min}"
+            )
         _check_integer("suffix_decoding_max_cached_tokens", self.suffix_decoding_max_cached_tokens, 0, None)
         _check_integer("max_batch_for_speculation", self.max_batch_for_speculation, 1, None)
         if not isinstance(self.only_if_faster, bool):

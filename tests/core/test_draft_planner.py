@@ -312,7 +312,7 @@ def test_the_drafter_does_no_work_in_steps_that_are_timed_without_or_slower_with
         num_tokens = runner.requests["a/0"].num_tokens - before
         speculation.took(1, num_rows, num_tokens, seconds if num_rows > 1 else 1.0)
         assert asked[-1] == (num_rows > 1)
-    assert asked[:2] == [False, False] and asked[2]
+    assert asked[:3] == [False] * 3 and asked[3]
     assert asked.count(True) > 50 if seconds < 5 else asked.count(True) < 8
     runner.scheduler.abort(["a"])
     assert held(runner) == 0
@@ -438,7 +438,7 @@ def test_where_the_pool_is_short_those_go_without_kv_that_are_not_drafted_now():
     speculation = runner.scheduler.speculation
     assert speculation is not None and held(runner) > 0
     for _ in range(40):
-        speculation.verified(first, 1, 0)
+        speculation.verified(first, 1, 0, was_wrong=True, is_text=False)
     runner.add(second)
     steps(runner, 2)
     assert {sequence.request_id for sequence in drafter.plans[-1].sequences} == {"b/0"}
@@ -463,7 +463,8 @@ def test_those_go_first_that_were_drafted_longest_ago():
         """A step that is guessed for this request alone; who holds draft blocks behind it."""
         for request in requests:
             for _ in range(60):
-                speculation.verified(request, 1, int(request.request_id[0] == name))
+                is_right = request.request_id[0] == name
+                speculation.verified(request, 1, int(is_right), was_wrong=not is_right, is_text=False)
         runner.step()
         assert [sequence.request_id[0] for sequence in drafter.plans[-1].sequences] == [name]
         return "".join(other.request_id[0] for other in requests if drafter.planner.kv.holds_blocks(other))

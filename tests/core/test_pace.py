@@ -153,3 +153,19 @@ def test_costs_stay_finite_where_plain_steps_seemed_slow():
         pace.took(1, 5 if has_drafts else 1, 1, 0.012 if has_drafts else 0.01)
     assert pace.seconds_won < 40
     assert 0.02 <= pace.least_chance(1) <= 0.1
+
+
+@pytest.mark.parametrize("stall", [0.03, 0.3, 3.0])
+def test_a_step_that_stalls_ends_drafts_for_a_moment_only(stall: float):
+    # The machine did something else in the first step with drafts that counts, or in the first ones.
+    for num_stalled in (1, 3):
+        pace = Pace()
+        num_drafting = 0
+        for _ in range(4000):
+            has_drafts = pace.allows(1, 4, 3.4)
+            num_drafting += has_drafts
+            seconds = 0.0105 if has_drafts else 0.01
+            if has_drafts and 2 <= num_drafting < 2 + num_stalled:
+                seconds += stall
+            pace.took(1, 5 if has_drafts else 1, 4 if has_drafts else 1, seconds)
+        assert num_drafting > 2000

@@ -69,3 +69,18 @@ def test_an_interruption_loses_no_output(llm: LLM, by_step: bool) -> None:
         assert_same(sample, expected)
     assert llm.wait_for_completion() == [] and llm.num_unfinished == 0
     assert llm.reset_prefix_cache()
+
+
+def test_a_step_for_some_requests_leaves_the_outputs_of_others_to_others(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPT], [SHORT])
+    ours, theirs = llm.enqueue([PROMPT] * 2, [LONG, SHORT])
+    for _ in range(5):
+        assert llm.step([ours]) == []  # the other one ends meanwhile
+    assert llm.num_unfinished == LONG.n
+    llm.abort(ours)
+    (aborted,) = llm.step([ours, "unknown"])  # it has ended already: no step is made
+    assert aborted.request_id == ours and {sample.finish_reason for sample in aborted.outputs} == {"abort"}
+    (left,) = llm.wait_for_completion()
+    assert left.request_id == theirs
+    assert [sample.token_ids for sample in left.outputs] == [sample.token_ids for sample in whole.outputs]
+    assert llm.step([ours]) == []

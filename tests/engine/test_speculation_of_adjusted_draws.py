@@ -116,7 +116,9 @@ class Guesser:
 class Undeterred(Speculation):
     """Drafts as much as it can, whether or not it was right."""
 
-    def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+    def verified(
+        self, request: Request, num_drafted: int, num_accepted: int, *, was_wrong: bool, is_text: bool
+    ) -> None:
         self.num_drafted[0] += num_drafted
         self.num_accepted[0] += num_accepted
 

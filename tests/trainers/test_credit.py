@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_trainers.credit import assign_advantages, punish_overlong
+from rollout_trainers.credit import assign_advantages, punish_overlong, rewards_by_token
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.packing import pack
 from rollout_trainers.shaping import overlong_penalty
-from rollout_trainers.types import Sample
+from rollout_trainers.types import EpisodeNotes, Sample
 from tests.support.samples import make_sample
 
 
@@ -86,3 +86,16 @@ def test_no_samples_have_no_advantages_and_a_missing_reference_is_an_error():
     samples = [make_sample([1], [3]), make_sample([1], [3])]
     with pytest.raises(ValueError, match="no reference_logprobs"):
         assign_advantages(samples, 2, LossSection("rloo", kl_coefficient=0.5))
+
+
+def test_with_a_critic_an_environments_rewards_come_with_the_last_token_of_their_turns():
+    sample = make_sample([1], [2, 3, 4, 5, 6], reward=2.0)
+    sample.episode = EpisodeNotes([], [0.5, 0.25], [2, 4, 5], None)  # the third turn was not answered
+    assert rewards_by_token(sample, 2.0).tolist() == [0, 0.5, 0, 0.25, 1.25]
+    assert rewards_by_token(make_sample([1], [2, 3]), 2.0).tolist() == [0, 2.0]
+    assert rewards_by_token(make_sample([1], []), 2.0).tolist() == []
+    section = LossSection(algorithm="ppo", discount=1.0, gae_lambda=1.0, whiten=False)
+    sample.values = np.full(5, 0.1, np.float32)
+    assign_advantages([sample], 1, section)
+    assert sample.returns is not None  # what is still to come, at each token
+    np.testing.assert_allclose(sample.returns, [2.0, 2.0, 1.5, 1.5, 1.25], atol=1e-6)

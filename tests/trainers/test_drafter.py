@@ -276,6 +276,19 @@ def test_outputs_of_generate_are_learned_from_as_their_samples_are(llm: LLM, tar
         assert torch.equal(tensor, wanted), name
 
 
+def test_forced_tokens_are_no_samples_of_the_policy(llm: LLM, target: CausalLM) -> None:
+    params = SamplingParams(max_tokens=9, seed=4, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[0]], replace(params, forced_token_ids=[11, 12, 13]))
+    assert output.outputs[0].num_forced_tokens == 3
+    (plain,) = llm.generate([[*PROMPTS[0], 11, 12, 13]], params)
+    sample = replace(plain.outputs[0], token_ids=output.outputs[0].token_ids[3:])
+    losses = [
+        DrafterTrainer(fresh_medusa(target), target, PLAIN).learn([one])
+        for one in (output, replace(plain, outputs=[sample]))
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_what_cannot_be_learned_from_is_refused_and_nothing_moves(llm: LLM, target: CausalLM) -> None:
     trainer = DrafterTrainer(fresh_medusa(target), target, PLAIN)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=9, seed=4, ignore_eos=True))

@@ -65,7 +65,7 @@ def test_choices_that_recipes_name_in_the_section_algorithm_mean_the_same():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"algorithm": "ppo"}, "loss.algorithm='ppo' is not valid: it must be one of 'grpo_token', 'grpo', 'dr_grpo'"),
+        ({"algorithm": "po"}, "loss.algorithm='po' is not valid: it must be one of 'grpo_token', 'grpo', 'dr_grpo'"),
         ({"ratio": "word"}, "loss.ratio='word' is not valid: it must be one of 'token'"),
         ({"clip_low": -0.1}, "loss.clip_low=-0.1 is not valid: it must be a finite number of at least 0"),
         ({"whiten": 1}, "loss.whiten=1 is not valid: it must be true or false"),

@@ -36,6 +36,7 @@ def samples() -> list[Sample]:
         sample.sampled_logprobs = generator.uniform(-3, -0.5, len(tokens)).astype(np.float32)
         sample.reference_logprobs = sample.sampled_logprobs - np.float32(REFERENCE_SHIFT) * (1 + np.arange(len(tokens)))
         sample.reference_logprobs = sample.reference_logprobs.astype(np.float32)
+        sample.values = generator.uniform(-0.5, 1, len(tokens)).astype(np.float32)
         made.append(sample)
     return made
 
@@ -180,6 +181,29 @@ def reinforce(new: Rows, old: Rows, rewards: np.ndarray) -> torch.Tensor:
     return -total(terms) / len(terms) / MAX_TOKENS
 
 
+def ppo(new: Rows, old: Rows, rewards: np.ndarray) -> torch.Tensor:
+    """Schulman et al. 2017, equations 7 and 11 with the latter written out as a sum; each token pays for its KL, and
+    the advantages are whitened as Ouyang et al. do."""
+    advantages = []
+    for sample, reward in zip(samples(), rewards, strict=True):
+        assert sample.values is not None
+        values = [*map(float, sample.values), 0.0]
+        paid = [-KL * REFERENCE_SHIFT * (1 + token) for token in range(sample.num_tokens)]
+        paid[-1:] = [paid[-1] + reward] if paid else []
+        deltas = [paid[token] + values[token + 1] - values[token] for token in range(len(paid))]
+        advantages.append(
+            [sum(0.9 ** (k - token) * deltas[k] for k in range(token, len(deltas))) for token in range(len(deltas))]
+        )
+    flat = np.array([value for row in advantages for value in row])
+    mean, std = flat.mean(), np.sqrt(((flat - flat.mean()) ** 2).mean())
+    terms = [
+        ppo_token((ours[token] - theirs[token]).exp(), (value - mean) / (std + EPSILON), 0.2, 0.2)
+        for ours, theirs, row in zip(new, old, advantages, strict=True)
+        for token, value in enumerate(row)
+    ]
+    return -total(terms) / len(terms)
+
+
 Formula = Callable[[Rows, Rows, np.ndarray], torch.Tensor]
 FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
     "grpo_token": (grpo_token, {}),
@@ -191,6 +215,7 @@ FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
     "rloo": (rloo, {"kl_coefficient": KL}),
     "reinforce_pp": (reinforce_pp, {"kl_coefficient": KL}),
     "reinforce": (reinforce, {}),
+    "ppo": (ppo, {"kl_coefficient": KL, "gae_lambda": 0.9}),
 }
 EVERY = sorted(FORMULAS)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_trainers import completion_mask
 from rollout_trainers.packing import pack, pack_micro_batches
+from rollout_trainers.types import Sample
 from tests.support.samples import make_sample
 
 EOS = 2
@@ -80,6 +84,52 @@ def test_the_mask_of_padded_completions_follows_true_lengths_and_grows_with_padd
     assert int(wider.sum()) == sum(sample.num_tokens for sample in samples)
     with pytest.raises(ValueError, match="longest completion has 3"):
         completion_mask(samples, width=2)
+
+
+# case TR-01
+def test_tokens_that_were_given_within_an_episode_are_read_and_not_predicted():
+    sample = masked_sample([5, 6], [7, EOS, 8, 8, 9, EOS], [1, 1, 0, 0, 1, 1], advantage=0.5)
+    plain = make_sample([5, 6], [7])
+    assert (sample.num_tokens, sample.policy_token_ids) == (4, [7, EOS, 9, EOS])
+    assert sample.policy_spans == [(0, 2), (4, 6)]
+    batch = pack([sample, plain], range(2))
+    assert batch.input_ids.tolist() == [5, 6, 7, EOS, 8, 8, 9]
+    assert batch.targets.tolist() == [7, EOS, 9, EOS, 7]
+    assert batch.rows.tolist() == [1, 2, 5, 6, 1]  # the row before each of them
+    assert batch.lengths.tolist() == [4, 1] and batch.query_start.tolist() == [0, 7, 9]
+    assert batch.advantages.tolist() == [0.5] * 4 + [0.0]
+    assert batch.sampler_logprobs.tolist() == [*sample.sampled_logprobs.tolist(), *plain.sampled_logprobs.tolist()]
+    assert completion_mask([sample, plain], 7).tolist() == [
+        [True, True, False, False, True, True, False],
+        [True] + [False] * 6,
+    ]
+    assert [len(each.sample_indices) for each in pack_micro_batches([sample, plain], 7)] == [2]
+    assert [len(each.sample_indices) for each in pack_micro_batches([sample, sample], 11)] == [1, 1]  # 7 + 5 rows
+
+
+def masked_sample(prompt: list[int], completion: list[int], mask: list[int], advantage: float = 0.0) -> Sample:
+    sample = make_sample(prompt, completion, advantage=advantage)
+    sample.loss_mask = np.array(mask, np.bool_)
+    for name in ("sampled_logprobs", "raw_logprobs", "entropy"):
+        setattr(sample, name, getattr(sample, name)[sample.loss_mask])
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_mask": np.array([True, True])}, r"loss_mask bool\[2\]: it must be bool \[3\]"),
+        ({"loss_mask": np.array([1, 0, 1])}, r"loss_mask int64\[3\]"),
+        ({"loss_mask": np.array([True, False, True])}, "3 logprobs for its 2 tokens"),
+        ({"loss_mask": np.zeros(3, np.bool_)}, "0 completion tokens"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(change: dict[str, Any], message: str):
+    sample = make_sample([5], [6, 7, 8])
+    for name, value in change.items():
+        setattr(sample, name, value)
+    with pytest.raises(ValueError, match=message):
+        pack([sample], [0])
 
 
 def test_advantages_and_logprobs_stand_beside_their_tokens():

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from rollout_trainers.rewards import completion_text, exact_answer_reward, final_number_reward, reward_names, score
+from rollout_trainers.loss_config import LossSection
+from rollout_trainers.metrics import sample_metrics
+from rollout_trainers.rewards import (
+    TrainerState,
+    completion_text,
+    exact_answer_reward,
+    final_number_reward,
+    math_verify_reward,
+    reward_names,
+    score,
+)
 from rollout_trainers.rewards.answers import final_number
+from rollout_trainers.types import EpisodeNotes
 from tests.support.samples import make_sample
 
 
@@ -59,6 +71,128 @@ def test_a_reward_gets_prompts_completions_and_columns_for_every_sample():
     assert seen["finish_reasons"] == ["stop", "length"]
     assert [sample.reward for sample in samples] == [3.5, 2.5]
     assert samples[0].rewards == {"reward": 3.0, "half": 0.5}
+
+
+def test_a_reward_may_not_apply_to_a_sample_and_then_has_no_part_in_it():
+    def halves(prompts, completions, **columns):
+        return [0.5, None, None]
+
+    def lengths(prompts, completions, **columns):
+        return [1.0, 2.0, None]
+
+    samples = [make_sample([1], [2], text=text) for text in ("a", "b", "c")]
+    with pytest.warns(UserWarning, match="no reward applies to 1 of 3 samples"):
+        score(samples, [halves, lengths])
+    assert [sample.rewards for sample in samples] == [{"halves": 0.5, "lengths": 1.0}, {"lengths": 2.0}, {}]
+    assert [sample.reward for sample in samples] == [1.5, 2.0, 0.0]
+    metrics = sample_metrics(samples, 3, LossSection())
+    assert metrics["rewards/halves/mean"] == 0.5 and metrics["rewards/lengths/mean"] == 1.5
+
+
+def test_async_rewards_run_at_once_also_where_a_loop_runs_already():
+    waiting: list[str] = []
+    both = asyncio.Event()
+
+    def waits(name: str) -> Any:
+        async def reward(prompts, completions, **columns):
+            waiting.append(name)
+            if len(waiting) == 2:
+                both.set()
+            await asyncio.wait_for(both.wait(), 10)
+            return [float(len(text)) for text in completions]
+
+        return reward
+
+    class Judge:
+        async def __call__(self, prompts, completions, **columns):
+            return [0.25 for _ in prompts]
+
+    def plain(prompts, completions, **columns):
+        return [1.0 for _ in prompts]
+
+    async def in_a_loop() -> None:
+        score([sample], [waits("first"), plain, waits("second"), Judge()])
+
+    sample = make_sample([1], [2], text="abc")
+    asyncio.run(in_a_loop())
+    assert sample.rewards == {"reward": 3.0, "plain": 1.0, "reward_2": 3.0, "Judge": 0.25}
+
+
+def test_rewards_get_what_trl_gives_and_may_log():
+    seen: dict[str, Any] = {}
+
+    def reward(completions, trainer_state, log_extra, log_metric, **rest):  # as TRL: by name, in any order
+        seen.update(rest)
+        log_extra("length", [len(text) for text in completions])
+        log_metric("accuracy", 0.25)
+        log_metric("accuracy", 0.75)
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    samples = [make_sample([1], [2, 3], text="abc"), make_sample([1], [4], text="de")]
+    assert score(samples, [reward], TrainerState(3, 4, 0.5)) == {"accuracy": [0.25, 0.75]}
+    assert [sample.reward for sample in samples] == [0.75, 0.75]
+    assert [sample.logged for sample in samples] == [{"length": 3}, {"length": 2}]
+    assert seen == {"prompts": ["question"] * 2, "completion_ids": [[2, 3], [4]], "finish_reasons": ["stop"] * 2}
+
+    def wrong(completions, log_extra, **rest):
+        log_extra("length", [1])
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"log_extra\('length'\) got 1 values for 2 completions"):
+        score(samples, [wrong])
+
+
+def test_an_episode_is_rewarded_by_its_environment_and_by_functions_of_all_its_messages():
+    messages = [
+        {"role": "assistant", "content": "a call"},
+        {"role": "tool", "content": "its result"},
+        {"role": "assistant", "content": "the answer is 5"},
+    ]
+    sample = make_sample([1], [2], text="...", prompt=[{"role": "user", "content": "?"}], columns={"answer": "5"})
+    world = object()
+    sample.episode = EpisodeNotes(messages, [0.25, 0.5], [1, 1], world)
+    seen: list[Any] = []
+
+    def watching(prompts, completions, environments, **columns):
+        seen.extend((completions, environments))
+        return [None]
+
+    score([sample], [final_number_reward, watching])
+    assert sample.rewards == {"environment": 0.75, "final_number_reward": 1.0} and sample.reward == 1.75
+    assert seen == [[messages], [world]]
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "think_format_reward"])
+def test_rewards_of_trl_run_unchanged(name: str):
+    rewards = pytest.importorskip("trl.rewards")
+    if name == "accuracy_reward":
+        pytest.importorskip("math_verify")
+    good = "<think>half</think>It is \\boxed{\\frac{1}{2}}"
+    samples = [
+        make_sample([1], [2], text=text, prompt=[{"role": "user", "content": "?"}], columns={"solution": "$0.5$"})
+        for text in (good, "so <think> 2")
+    ]
+    score(samples, [getattr(rewards, name)])
+    assert [sample.reward for sample in samples] == [1.0, 0.0]
+    if name == "accuracy_reward":
+        assert samples[0].logged["solution"] == "$0.5$"
+
+
+def test_mathematical_answers_are_compared_as_what_they_mean():
+    pytest.importorskip("math_verify")
+    pairs = [
+        ("1/2", "so it is $0.5$", 1.0),
+        ("$\\frac{1}{2}$", "\\boxed{\\frac{2}{4}}", 1.0),
+        ("7", "the answer is 7.", 1.0),
+        ("7", "the answer is 8.", 0.0),
+        ("x^2+1", "$1 + x^2$", 1.0),
+        ("7", "", 0.0),
+        ("$$", "7", None),
+    ]
+    answers, completions, expected = (list(part) for part in zip(*pairs, strict=True))
+    assert math_verify_reward([""] * len(pairs), completions, answer=answers) == expected
+    chats = [[{"role": "assistant", "content": text}] for text in completions]
+    assert math_verify_reward([""] * len(pairs), chats, answer=answers) == expected
 
 
 class LengthReward:

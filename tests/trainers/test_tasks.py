@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ def test_the_answer_of_each_question_earns_the_reward():
     answers = [example.columns["answer"] for example in task.train]
     completions = [f"The answer is {answer}." for answer in answers]
     assert final_number_reward([""] * 40, completions, answer=answers) == [1.0] * 40
+
+
+def test_a_data_set_of_reasoning_gym_judges_answers_itself_which_may_differ_from_the_one_that_it_gives():
+    task = make_task(replace(section(), parameters={"dataset": "countdown", "reward": "dataset"}))
+    (reward,) = task.rewards
+    entries = [example.columns["entry"] for example in task.train]
+    answers = [example.columns["answer"] for example in task.train]
+    others = [f"it is <answer>({answer})</answer>, I think" for answer in answers]  # not the same text, and as right
+    for texts in (answers, others):
+        assert reward(prompts=[""] * 40, completions=texts, entry=entries) == [1.0] * 40
+    assert max(reward(prompts=[""] * 40, completions=["no idea"] * 40, entry=entries)) < 1  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(

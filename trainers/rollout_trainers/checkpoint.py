@@ -2,7 +2,7 @@
 
 checkpoints/step-000010/
     model/           config.json, model.safetensors, tokenizer: `AutoModelForCausalLM.from_pretrained` takes it
-    trainer.pt       master weights, AdamW's moments, random-number states
+    trainer.pt       master weights and AdamW's moments (of a critic, too), random-number states
     state.json       step, and the run's own notes (settings, evaluations)
 """
 
@@ -56,18 +56,21 @@ def save_checkpoint(
     root: Path,
     step: int,
     named_parameters: Iterable[tuple[str, torch.Tensor]],
-    optimizer: MasterAdamW,
+    optimizers: Mapping[str, MasterAdamW],
     notes: Mapping[str, Any],
     source: Path,
     keep: int,
 ) -> Path:
-    """Writes `root/step-…` and removes all but the newest `keep`. An interrupted save leaves the older ones alone."""
+    """Writes `root/step-…`, with the state of `optimizers` by name, and removes all but the newest `keep`.
+
+    An interrupted save leaves the older ones alone."""
     final = root / f"step-{step:06d}"
     partial = root / f".partial-{step:06d}-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_model(partial / "model", named_parameters, source)
-    torch.save({"optimizer": optimizer.state_dict(), "random": _random_states()}, partial / "trainer.pt")
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    torch.save({**states, "random": _random_states()}, partial / "trainer.pt")
     (partial / "state.json").write_text(json.dumps({"step": step, "notes": dict(notes)}), encoding="utf-8")
     _sync_to_disk(partial)
     shutil.rmtree(final, ignore_errors=True)
@@ -85,13 +88,16 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def load_checkpoint(folder: Path, optimizer: MasterAdamW) -> Restored:
-    """Restores the optimiser, the parameters (from the masters) and the random states.
+def load_checkpoint(folder: Path, optimizers: Mapping[str, MasterAdamW]) -> Restored:
+    """Restores the optimisers, their parameters (from the masters) and the random states.
 
-    Raises `ValueError` if the checkpoint's parameters are not the optimiser's.
+    Raises `ValueError` if the checkpoint's optimisers or parameters are others.
     """
     saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
-    optimizer.load_state_dict(saved["optimizer"])
+    if saved.keys() - {"random"} != optimizers.keys():
+        raise ValueError(f"{folder} has the optimisers {sorted(saved.keys() - {'random'})}, not {sorted(optimizers)}")
+    for name, optimizer in optimizers.items():
+        optimizer.load_state_dict(saved[name])
     _set_random_states(saved["random"])
     return read_state(folder)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
-from rollout_trainers.checks import check_choice, check_integer, check_real, fail
+from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
+from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.loss_config import LossSection
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -77,6 +78,33 @@ class TaskSection:
         check_integer("task", "train_size", self.train_size, 1)
         check_integer("task", "eval_size", self.eval_size, 0)
         check_integer("task", "seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSection:
+    """Limits of episodes, where the task has an environment (`docs/environments.md`).
+
+    `max_turns` of the policy's, each of at most `sampling.max_tokens`. `step_timeout` seconds for each call of an
+    environment, `episode_timeout` for a whole episode, sampling included (None: no limit); an episode that is late ends
+    with what it has. At most `max_concurrent` episodes run at once (None: all of a step). With `strict_template` an
+    episode ends with an error where the chat template would render earlier turns in another way than the policy has
+    sampled them; without it the policy goes on seeing what it sampled.
+    """
+
+    max_turns: int = 8
+    step_timeout: float | None = 60.0
+    episode_timeout: float | None = None
+    max_concurrent: int | None = None
+    strict_template: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("environment", "max_turns", self.max_turns, 1)
+        for name in ("step_timeout", "episode_timeout"):
+            if getattr(self, name) is not None:
+                check_real("environment", name, getattr(self, name), 0.0, open_low=True)
+        if self.max_concurrent is not None:
+            check_integer("environment", "max_concurrent", self.max_concurrent, 1)
+        check_flag("environment", "strict_template", self.strict_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +180,25 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardModelSection:
+    """A sequence classifier of transformers with one number, whose number times `weight` is a reward beside the task's
+    own. `model` is its folder (None: there is none); it runs in batches of at most `batch_tokens` tokens."""
+
+    model: str | None = None
+    weight: float = 1.0
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        check_real("reward_model", "weight", self.weight, -math.inf)
+        check_choice("reward_model", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        check_integer("reward_model", "batch_tokens", self.batch_tokens, 1)
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if self.model is None and changed:
+            fail("reward_model", "model", None, f"a folder where {changed[0]} is given")
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationSection:
     """Held-out evaluation, before the first and after the last step, and every `every` steps in between (0: not)."""
 
@@ -222,9 +269,12 @@ class RunConfig:
     resume: bool = False
     engine: EngineSection = field(default_factory=EngineSection)
     task: TaskSection = field(default_factory=TaskSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     loss: LossSection = field(default_factory=LossSection)
+    critic: CriticSection = field(default_factory=CriticSection)
+    reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -245,8 +295,20 @@ class RunConfig:
                 "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
             )
         self._check_loss()
+        self._check_critic()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_critic(self) -> None:
+        for chosen in fields(self.critic):
+            value = getattr(self.critic, chosen.name)
+            if value != chosen.default and not self.loss.uses_critic:
+                fail(
+                    "critic", chosen.name, value, f"left out with loss.baseline {self.loss.baseline!r}, which has none"
+                )
+        for name in ("learning_rate_warmup", "warmup_steps"):
+            if getattr(self.critic, name) > self.steps:
+                fail("critic", name, getattr(self.critic, name), f"at most steps ({self.steps})")
 
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -69,7 +70,8 @@ class DrafterTraining:
 
 
 class Tokens(Protocol):
-    """What is learned from: a prompt, and what the policy sampled behind it, as token ids. A `Sample` is one."""
+    """What is learned from: a prompt and what followed it, as token ids, and which of those the policy has sampled
+    (`loss_mask`, None for all). A `Sample` is one."""
 
     @property
     def prompt_token_ids(self) -> list[int]: ...
@@ -77,11 +79,15 @@ class Tokens(Protocol):
     @property
     def completion_token_ids(self) -> list[int]: ...
 
+    @property
+    def loss_mask(self) -> np.ndarray | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
+    loss_mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +120,16 @@ def sequences_of(target: CausalLM, samples: Sequence[Tokens]) -> Sequences:
     tokens = [token for sample in samples for token in (*sample.prompt_token_ids, *sample.completion_token_ids)]
     input_ids = torch.tensor(tokens, dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    prompts = torch.tensor([len(sample.prompt_token_ids) for sample in samples])
     query_start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     features = target(input_ids, positions, ForwardBatch.packed(query_start))
-    return Sequences(
-        input_ids, positions, query_start, positions >= prompts.repeat_interleave(torch.tensor(lengths)), features
-    )
+    is_learned = torch.cat([_is_policys(sample) for sample in samples])
+    return Sequences(input_ids, positions, query_start, is_learned, features)
+
+
+def _is_policys(sample: Tokens) -> torch.Tensor:
+    """bool [tokens of the whole sequence]: those that the policy has sampled."""
+    own = np.ones(len(sample.completion_token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
+    return torch.from_numpy(np.concatenate([np.zeros(len(sample.prompt_token_ids), np.bool_), own]))
 
 
 @dataclass(slots=True)
@@ -251,7 +261,12 @@ def _tokens_of(sample: Sample | RequestOutput) -> list[Tokens]:
         raise ValueError(
             f"the output of {sample.request_id!r} is a part of a stream (DELTA): whole outputs are learned from"
         )
-    return [_Tokens(sample.prompt_token_ids, one.token_ids) for one in sample.outputs]
+    return [
+        _Tokens(
+            sample.prompt_token_ids + one.token_ids[: one.num_forced_tokens], one.token_ids[one.num_forced_tokens :]
+        )
+        for one in sample.outputs
+    ]
 
 
 class DrafterTrainer:
@@ -299,9 +314,10 @@ class DrafterTrainer:
         num_tokens = 0
         for index in torch.randperm(len(samples), generator=self._generator).tolist():
             sample = samples[index]
-            if sample.completion_token_ids and sample.prompt_token_ids:
+            num_own = int(_is_policys(sample).sum())
+            if num_own and sample.prompt_token_ids:
                 chosen.append(sample)
-                num_tokens += len(sample.completion_token_ids)
+                num_tokens += num_own
             if num_tokens >= self.config.tokens_per_step:
                 break
         return chosen

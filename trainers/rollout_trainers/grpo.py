@@ -14,6 +14,7 @@ verifies what is there, and makes everything that was computed from the old weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,15 +27,17 @@ from rollout_trainers.corrections import correction_metrics, importance_weights,
 from rollout_trainers.credit import assign_advantages, punish_overlong
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
+from rollout_trainers.kl_control import KLControl, sequence_kl
+from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import Denominators
-from rollout_trainers.metrics import LearnStatistics, memory_metrics, sample_metrics, speed_metrics
+from rollout_trainers.metrics import LearnStatistics, episode_metrics, memory_metrics, sample_metrics, speed_metrics
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
-from rollout_trainers.objective import micro_batch_loss
+from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
-from rollout_trainers.producer import RolloutProducer, derive_seed, select_examples, select_further_examples
-from rollout_trainers.rewards import score
+from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
+from rollout_trainers.rewards import TrainerState, score
 from rollout_trainers.tracking import Timers
 from rollout_trainers.types import Sample, Task
 
@@ -47,7 +50,7 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        producer: Producer,
         policy: SharedPolicy,
         task: Task,
         config: RunConfig,
@@ -59,6 +62,7 @@ class GRPOTrainer:
         self.task = task
         self.config = config
         self.optimizer = MasterAdamW(policy.model.named_parameters(), config.optimizer)
+        self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
@@ -71,11 +75,22 @@ class GRPOTrainer:
             self.plan = treaty.settle()
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
+        self.reward_metrics: dict[str, list[float]] = {}  # what rewards have logged in the last step
+
+    @property
+    def loss(self) -> LossSection:
+        """The recipe's, with the KL's coefficient as it stands."""
+        return replace(self.config.loss, kl_coefficient=self.kl_control.coefficient)
+
+    @property
+    def optimizers(self) -> dict[str, MasterAdamW]:
+        """By their names in checkpoints."""
+        return {"optimizer": self.optimizer}
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples and metrics."""
         timers = Timers()
-        self.finding = None
+        self.finding, self.reward_metrics = None, {}
         by_owner = self.treaty is not None or step % 10 == 1 or step == self.config.steps  # it takes a while
         with timers.phase("step"):
             with self.memory.phase("sampling", by_owner):
@@ -93,9 +108,10 @@ class GRPOTrainer:
                 self.resume_engine()
         samples, group_size = sampled.samples, self.config.algorithm.group_size
         self.num_tokens += sum(sample.num_tokens for sample in samples)
-        metrics = sample_metrics(samples, group_size, self.config.loss) | statistics.metrics(self.config.loss)
-        if self.config.loss.dynamic_sampling:
+        metrics = sample_metrics(samples, group_size, self.loss) | statistics.metrics(self.loss)
+        if self.loss.dynamic_sampling:
             metrics |= sampled.metrics(group_size)
+        metrics |= episode_metrics(samples) | {name: float(np.mean(each)) for name, each in self.reward_metrics.items()}
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
         metrics |= memory_metrics(self.memory, self.plan)
@@ -106,14 +122,15 @@ class GRPOTrainer:
 
     def sample(self, step: int, timers: Timers) -> SampledGroups:
         """The step's groups, with their rewards; with dynamic sampling, until enough of them teach something."""
-        algorithm, loss = self.config.algorithm, self.config.loss
+        algorithm, loss = self.config.algorithm, self.loss
 
         def sample_round(place: int, count: int) -> list[Sample]:
             with timers.phase("gen"):
                 samples = self.rollouts(step) if place == 0 else self.further_rollouts(step, place, count)
             with timers.phase("reward"):
-                score(samples, self.task.rewards)
-                punish_overlong(samples, self.config.sampling.max_tokens, loss)
+                for name, values in self.score(samples, step - 1).items():
+                    self.reward_metrics.setdefault(name, []).extend(values)
+                punish_overlong(samples, self.producer.max_completion_tokens, loss)
             return samples
 
         if not loss.dynamic_sampling:
@@ -122,6 +139,12 @@ class GRPOTrainer:
         return sample_until_informative(
             sample_round, algorithm.prompts_per_step, algorithm.group_size, loss.max_sampling_rounds
         )
+
+    def score(self, samples: Sequence[Sample], num_steps: int) -> dict[str, list[float]]:
+        """Rewards the samples, after `num_steps` steps. Returns what the reward functions have logged."""
+        config = self.config
+        epoch = num_steps * config.algorithm.prompts_per_step / max(1, len(self.task.train))
+        return score(samples, self.task.rewards, TrainerState(num_steps, config.steps, epoch))
 
     def rollouts(self, step: int) -> list[Sample]:
         """The step's groups, group after group."""
@@ -138,12 +161,12 @@ class GRPOTrainer:
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:
         """All optimiser steps over one step's samples: what they compare with is frozen before the first."""
-        algorithm, loss = self.config.algorithm, self.config.loss
+        algorithm, loss = self.config.algorithm, self.loss
         statistics = LearnStatistics()
         kept = [sample for sample in samples if not (loss.drop_truncated and sample.is_truncated)]
         needs_all = loss.uses_kl and loss.kl_placement != "loss"  # the others' rewards are in a sample's baseline
         self.freeze_logprobs(samples if needs_all else kept, statistics)
-        assign_advantages(samples, algorithm.group_size, loss)
+        self.assign_advantages(samples)
         for epoch in range(algorithm.epochs):
             order = np.arange(len(kept))
             if algorithm.minibatches * algorithm.epochs > 1:
@@ -151,7 +174,21 @@ class GRPOTrainer:
                 order = np.random.default_rng(seed).permutation(len(kept))
             for part in np.array_split(order, algorithm.minibatches):
                 self.update_policy(step, [kept[index] for index in part], statistics)
+        if loss.uses_kl:
+            self.control_kl(samples, statistics)
         return statistics
+
+    def assign_advantages(self, samples: Sequence[Sample]) -> None:
+        """How much better each sample is than what was to be expected, by the samples beside it."""
+        assign_advantages(samples, self.config.algorithm.group_size, self.loss)
+
+    def control_kl(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
+        """Sets the KL's coefficient for the next step by the distance that this one has begun with."""
+        kl = sequence_kl(samples)
+        statistics.further["objective/kl_coef"] = self.kl_control.coefficient
+        if kl is not None:
+            statistics.further["objective/kl"] = kl
+            self.kl_control.observe(kl)
 
     def freeze_logprobs(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Logprobs that stay as they are through the step's updates: the old ones, with the weights that correct for
@@ -159,9 +196,9 @@ class GRPOTrainer:
         batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
         if self.config.algorithm.recompute_logprobs:
             self.recompute_logprobs(samples, batches, statistics)
-        if self.config.loss.uses_kl:
+        if self.loss.uses_kl:
             references = self.policy.reference_logprobs(batches)
-            for sample, part in _by_sample(samples, batches, references):
+            for sample, part in by_sample(samples, batches, references):
                 sample.reference_logprobs = part
 
     def recompute_logprobs(
@@ -169,13 +206,13 @@ class GRPOTrainer:
     ) -> None:
         """Takes the old logprobs from a forward pass of the trainer, measures how far the sampler's are off, and
         weighs the samples accordingly."""
-        loss = self.config.loss
+        loss = self.loss
         logprobs = [self.policy.frozen_logprobs(batch) for batch in batches]
         statistics.mismatch += [
             measure_mismatch(ours, batch.sampler_logprobs) for ours, batch in zip(logprobs, batches, strict=True)
         ]
         weighed = []
-        for sample, part in _by_sample(samples, batches, logprobs):
+        for sample, part in by_sample(samples, batches, logprobs):
             importance = importance_weights(part, sample.sampled_logprobs, loss)
             sample.old_logprobs, sample.importance = part, importance.weights
             weighed.append((part, sample.sampled_logprobs, importance))
@@ -183,14 +220,14 @@ class GRPOTrainer:
 
     def update_policy(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """One optimiser step. Samples that cannot move the weights count in the denominators, and cost nothing."""
-        config, loss = self.config, self.config.loss
-        statistics.learning_rate = rate = learning_rate(step - 1, config.steps, config.optimizer)
+        config, loss = self.config, self.loss
+        statistics.learning_rate = learning_rate(step - 1, config.steps, config.optimizer)
         if not samples:
             return
         denominators = Denominators(
             num_tokens=sum(sample.num_tokens for sample in samples),
             num_sequences=len(samples),
-            normalizer=loss.loss_normalizer or config.sampling.max_tokens,
+            normalizer=loss.loss_normalizer or self.producer.max_completion_tokens,
         )
         moving = [sample for sample in samples if sample.has_advantage or loss.moves_without_advantage]
         batches = pack_micro_batches(moving, config.algorithm.micro_batch_tokens)
@@ -201,17 +238,27 @@ class GRPOTrainer:
             self.accumulate_gradient(batch, denominators, statistics)
         if statistics.num_updates == 0:
             self.examine_mismatch(step, moving, statistics)
-        statistics.grad_norm = max(statistics.grad_norm, self.optimizer.step(rate))
+        self.step_optimizers(step, statistics)
         statistics.num_updates += 1
+
+    def step_optimizers(self, step: int, statistics: LearnStatistics) -> None:
+        """Moves the weights by the gradient that has been summed."""
+        statistics.grad_norm = max(statistics.grad_norm, self.optimizer.step(statistics.learning_rate))
 
     def accumulate_gradient(self, batch: PackedBatch, denominators: Denominators, statistics: LearnStatistics) -> None:
         """Adds a micro-batch's share of the gradient of the whole optimiser step."""
-        logprobs, entropy = self.policy.logprobs(batch)  # [C] each
+        self.policy_loss(self.policy.hidden(batch), batch, denominators, statistics).loss.backward()
+
+    def policy_loss(
+        self, hidden: torch.Tensor, batch: PackedBatch, denominators: Denominators, statistics: LearnStatistics
+    ) -> MicroBatchLoss:
+        """A micro-batch's share of the policy's loss, from its `hidden` states [C, hidden]."""
+        logprobs, entropy = self.policy.token_logprobs(hidden, batch)  # [C] each
         if statistics.num_updates == 0 and not self.config.algorithm.recompute_logprobs:
             statistics.mismatch.append(measure_mismatch(logprobs, batch.sampler_logprobs))
-        micro = micro_batch_loss(logprobs, entropy, batch, denominators, self.config.loss)
-        micro.loss.backward()
+        micro = micro_batch_loss(logprobs, entropy, batch, denominators, self.loss)
         statistics.add(batch, micro)
+        return micro
 
     def examine_mismatch(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Asks the engine why the logprobs differ, while its weights are still those that sampled.
@@ -244,18 +291,19 @@ class GRPOTrainer:
         if self.config.engine.sleep:
             self.engine.wake_up()
 
-    def evaluate(self) -> tuple[list[Sample], Evaluation]:
-        """One completion of each held-out prompt by the policy as it is. The engine must be awake."""
+    def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
+        """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be
+        awake."""
         section = self.config.evaluation
         max_tokens = section.max_tokens or self.config.sampling.max_tokens
         samples = self.producer.evaluate(self.task.evaluation, section.temperature, max_tokens)
-        score(samples, self.task.rewards)
+        self.score(samples, num_steps)
         rewards = [sample.reward for sample in samples]
         lengths = [sample.num_tokens for sample in samples]
         return samples, evaluate_rewards(rewards, lengths, section.success_threshold)
 
 
-def _by_sample(
+def by_sample(
     samples: Sequence[Sample], batches: Sequence[PackedBatch], values: Sequence[torch.Tensor]
 ) -> Iterator[tuple[Sample, np.ndarray]]:
     """Each sample that is in a batch, with a copy of its part of the batch's values [C]."""

@@ -8,11 +8,13 @@ from typing import Any, Literal, get_args
 
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 
-AlgorithmName = Literal["grpo_token", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce"]
+AlgorithmName = Literal[
+    "grpo_token", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce", "ppo"
+]
 RatioLevel = Literal["token", "sequence", "geometric_mean", "gspo_token"]
 Surrogate = Literal["clipped", "cispo", "log_probability"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "critic", "none"]
 AdvantageScale = Literal["group_std", "batch_std", "none"]
 KLPlacement = Literal["loss", "reward", "reward_to_go"]
 KLEstimator = Literal["k1", "k2", "k3", "ratio_k3"]
@@ -41,6 +43,8 @@ _GRPO_TOKEN: dict[str, Any] = {
     "baseline": "group_mean",
     "advantage_scale": "group_std",
     "whiten": False,
+    "discount": 1.0,
+    "gae_lambda": 0.95,
     "dynamic_sampling": False,
     "max_sampling_rounds": 4,
     "overlong_buffer": 0.0,
@@ -48,6 +52,8 @@ _GRPO_TOKEN: dict[str, Any] = {
     "drop_truncated": False,
     "kl_coefficient": 0.0,
     "kl_placement": "loss",
+    "kl_target": None,
+    "kl_gain": 0.1,
     "entropy_coefficient": 0.0,
     "correction": "tis",
 }
@@ -68,6 +74,7 @@ _REINFORCE = {
     "advantage_scale": "none",
     "kl_placement": "reward",
 }
+_PPO = {"baseline": "critic", "advantage_scale": "none", "whiten": True, "kl_placement": "reward_to_go"}
 
 # What each algorithm's choices are where they differ from those of "grpo_token".
 PRESETS: Mapping[AlgorithmName, Mapping[str, Any]] = {
@@ -80,6 +87,7 @@ PRESETS: Mapping[AlgorithmName, Mapping[str, Any]] = {
     "rloo": _RLOO,
     "reinforce_pp": _REINFORCE_PP,
     "reinforce": _REINFORCE,
+    "ppo": _PPO,
 }
 
 _NO_CORRECTION = {
@@ -138,6 +146,9 @@ class LossSection:
       REINFORCE++, arXiv 2501.03262). With `baseline="group_mean"` it is that paper's variant with a baseline.
     - "reinforce": the policy gradient, with the mean reward of the step as baseline (Williams 1992). The sum over a
       sequence is divided by a constant length, which changes the scale of the gradient and not its direction.
+    - "ppo": a critic says what was to be expected at each token; clipped token ratios, generalised advantages, whitened
+      (Schulman et al. 2017, Proximal policy optimization algorithms, arXiv 1707.06347; for language models Ziegler et
+      al. 2019, arXiv 1909.08593, and Ouyang et al. 2022, arXiv 2203.02155). The critic is the section `critic`'s.
 
     `ratio` is the probability of what was sampled under the new policy over that under the old one: of a "token", of
     the "sequence", the "geometric_mean" over its tokens, or "gspo_token" (the value of the geometric mean, the gradient
@@ -149,14 +160,18 @@ class LossSection:
     length that "constant" divides by (None: that of `sampling.max_tokens`).
 
     Advantages (`advantages.py`) are rewards less a `baseline`, over `advantage_scale`; `whiten` then makes all tokens
-    of the step have mean 0 and standard deviation 1. `dynamic_sampling` replaces groups whose rewards are all equal by
-    those of further prompts, in at most `max_sampling_rounds` rounds, the first included. `overlong_buffer` is the
-    share of `sampling.max_tokens` at its end over which a completion's reward falls linearly, to `overlong_penalty`
-    less at the limit. `drop_truncated` leaves truncated samples out ("overlong filtering").
+    of the step have mean 0 and standard deviation 1. With the baseline "critic" they are generalised advantages
+    (`gae.py`), which count what comes k tokens later `(discount * gae_lambda)^k`. `dynamic_sampling` replaces groups
+    whose rewards are all equal by those of further prompts, in at most `max_sampling_rounds` rounds, the first
+    included. `overlong_buffer` is the share of `sampling.max_tokens` at its end over which a completion's reward falls
+    linearly, to `overlong_penalty` less at the limit. `drop_truncated` leaves truncated samples out ("overlong
+    filtering").
 
     `kl_coefficient` holds the policy near the one that the run began with. No preset turns it on, as it costs a copy of
     the weights. In the "loss" the estimator is differentiated; in the "reward" the KL of a whole sequence is taken
-    from its reward, before the baseline; in the "reward_to_go" each token's advantage loses the KL from there on.
+    from its reward, before the baseline; in the "reward_to_go" each token's advantage loses the KL from there on (with
+    a critic: each token's reward loses its own). With a `kl_target`, in nats a sequence, `kl_coefficient` is only what
+    the controller of `kl_control.py` begins with; it moves by at most a fifth of `kl_gain` a step.
     `entropy_coefficient` times the entropy of the policy, with its gradient, is added to the objective.
 
     `correction` is for samplers whose logprobs are not the trainer's, and takes part where
@@ -175,6 +190,8 @@ class LossSection:
     baseline: Baseline = _PRESET
     advantage_scale: AdvantageScale = _PRESET
     whiten: bool = _PRESET
+    discount: float = _PRESET
+    gae_lambda: float = _PRESET
     dynamic_sampling: bool = _PRESET
     max_sampling_rounds: int = _PRESET
     overlong_buffer: float = _PRESET
@@ -182,6 +199,8 @@ class LossSection:
     drop_truncated: bool = _PRESET
     kl_coefficient: float = _PRESET
     kl_placement: KLPlacement = _PRESET
+    kl_target: float | None = _PRESET
+    kl_gain: float = _PRESET
     kl_estimator: KLEstimator = _PRESET  # "ratio_k3" in the loss, "k1" in the reward
     entropy_coefficient: float = _PRESET
     correction: Correction = _PRESET
@@ -200,7 +219,8 @@ class LossSection:
         self._check_values()
         self._check_surrogate(changed)
         self._check_rewards(changed)
-        self._check_kl()
+        self._check_critic(changed)
+        self._check_kl(changed)
         self._check_correction()
 
     @property
@@ -209,14 +229,19 @@ class LossSection:
         return self.kl_coefficient > 0
 
     @property
+    def uses_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.baseline == "critic"
+
+    @property
     def uses_groups(self) -> bool:
         """Whether a sample's advantage depends on the other samples of its prompt."""
         return self.baseline in ("group_mean", "leave_one_out")
 
     @property
     def moves_without_advantage(self) -> bool:
-        """Whether samples whose advantages are all zero have a gradient."""
-        return self.entropy_coefficient != 0 or (self.uses_kl and self.kl_placement == "loss")
+        """Whether something is learned from samples whose advantages are all zero."""
+        return self.uses_critic or self.entropy_coefficient != 0 or (self.uses_kl and self.kl_placement == "loss")
 
     def _fill(self, values: Mapping[str, Any]) -> set[str]:
         """Gives the choices that were left to it their `values`. Returns the names of those that differ from them."""
@@ -269,7 +294,30 @@ class LossSection:
         if self.overlong_buffer == 0 and "overlong_penalty" in changed:
             fail("loss", "overlong_penalty", self.overlong_penalty, "left out where overlong_buffer is 0")
 
-    def _check_kl(self) -> None:
+    def _check_critic(self, changed: set[str]) -> None:
+        for name in ("discount", "gae_lambda"):
+            check_real("loss", name, getattr(self, name), 0.0)
+            if getattr(self, name) > 1:
+                fail("loss", name, getattr(self, name), "at most 1")
+            if name in changed and not self.uses_critic:
+                fail("loss", name, getattr(self, name), f"left out with baseline {self.baseline!r}: only a critic's")
+        if not self.uses_critic:
+            return
+        if self.advantage_scale != "none":
+            valid = "'none' with baseline 'critic', whose advantages differ from token to token: `whiten` scales those"
+            fail("loss", "advantage_scale", self.advantage_scale, valid)
+        if self.ratio in ("sequence", "geometric_mean"):
+            valid = "'token' or 'gspo_token' with baseline 'critic', whose advantages differ from token to token"
+            fail("loss", "ratio", self.ratio, valid)
+
+    def _check_kl(self, changed: set[str]) -> None:
+        check_real("loss", "kl_gain", self.kl_gain, 0.0, open_low=True)
+        if self.kl_target is not None:
+            check_real("loss", "kl_target", self.kl_target, 0.0, open_low=True)
+            if not self.uses_kl:
+                fail("loss", "kl_target", self.kl_target, "None where kl_coefficient is 0, which no factor moves")
+        elif "kl_gain" in changed:
+            fail("loss", "kl_gain", self.kl_gain, "left out without a kl_target")
         if not self.uses_kl:
             return
         if self.kl_placement == "loss" and self.kl_estimator == "k1":

@@ -141,6 +141,23 @@ def clipped_weight_loss(
     return -advantages * weights * logprobs, counts
 
 
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, int]:
+    """Per-token loss [C] of a critic, half the squared error, differentiable with respect to `values`; and how many
+    tokens' gradient the clipping cut.
+
+    A new value is held within `clip` of the old one wherever leaving it would make the error smaller (Schulman et al.
+    2017, in their implementation); None: nowhere.
+    """
+    squared = (values - returns).square()
+    if clip is None:
+        return 0.5 * squared, 0
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    held_squared = (held - returns).square()
+    return 0.5 * torch.maximum(squared, held_squared), int((held_squared > squared).sum())
+
+
 def kl_estimate(
     logprobs: torch.Tensor,
     reference_logprobs: torch.Tensor,

@@ -42,6 +42,9 @@ class LearnStatistics:
     drift_sum: float = 0.0  # old - new logprobs
     mismatch: list[Mismatch] = field(default_factory=list)  # one a micro-batch, before the first update
     correction: dict[str, float] = field(default_factory=dict)  # where the old logprobs were recomputed
+    further: dict[str, float] = field(
+        default_factory=dict
+    )  # of what moves beside the policy: a critic, a KL coefficient
 
     def begin_update(self) -> None:
         """An optimiser step begins."""
@@ -80,7 +83,7 @@ class LearnStatistics:
             result["clip_ratio/dual_mean"] = sum(clips.dual for clips in self.clips) / tokens
         if section.uses_kl:
             result["kl"] = self.kl_sum / tokens
-        return result | self.merged_mismatch().metrics() | self.correction
+        return result | self.merged_mismatch().metrics() | self.correction | self.further
 
     def merged_mismatch(self) -> Mismatch:
         """Over all tokens that were compared so far."""
@@ -121,10 +124,38 @@ def sample_metrics(samples: Sequence[Sample], group_size: int, section: LossSect
         result["entropy"] = float(entropy.mean(dtype=np.float64))
     if section.overlong_buffer > 0:
         result["overlong_penalty/mean"] = float(np.mean([sample.penalty for sample in samples]))
-    for name in samples[0].rewards:
-        values = np.array([sample.rewards[name] for sample in samples])
+    for name in dict.fromkeys(name for sample in samples for name in sample.rewards):
+        values = np.array([sample.rewards[name] for sample in samples if name in sample.rewards])
         result[f"rewards/{name}/mean"] = float(values.mean())
-        result[f"rewards/{name}/std"] = float(values.std(ddof=1))
+        result[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    return result
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Turns and failures of the samples that an environment has answered, and what the environments have counted;
+    empty where there are none.
+
+    `tools/call_frequency` is calls an episode, and `tools/failure_frequency` the share of the calls that failed, as TRL
+    has them; `num_turns/*` as verl.
+    """
+    notes = [sample.episode for sample in samples if sample.episode is not None]
+    if not notes:
+        return {}
+    turns = [each.num_turns for each in notes]
+    reasons = [sample.finish_reason for sample in samples if sample.episode is not None]
+    result = {
+        "num_turns/mean": float(np.mean(turns)),
+        "num_turns/min": float(min(turns)),
+        "num_turns/max": float(max(turns)),
+        "environment/error_frequency": reasons.count("error") / len(notes),
+        "environment/timeout_frequency": reasons.count("timeout") / len(notes),
+    }
+    for name in dict.fromkeys(name for each in notes for name in each.metrics):
+        result[name] = float(np.mean([each.metrics[name] for each in notes if name in each.metrics]))
+    if "tools/calls" in result:
+        calls = result.pop("tools/calls")
+        result["tools/call_frequency"] = calls
+        result["tools/failure_frequency"] = result.pop("tools/failures") / calls if calls else 0.0
     return result
 
 
@@ -133,9 +164,9 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Tokens a second by phase."""
     sampled = sum(sample.num_tokens for sample in samples)
-    prompts = sum(len(sample.prompt_token_ids) for sample in samples)
+    everything = sum(len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples)
     result = {
-        "perf/throughput": (sampled + prompts) / seconds["step"],
+        "perf/throughput": everything / seconds["step"],
         "perf/gen_tokens_per_s": sampled / seconds["gen"],
     }
     if statistics.num_input_tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,17 +83,27 @@ def _diagnose(
         parts = policy.frozen_logprobs(batch).split(batch.lengths.tolist())
         used.update((index, part.cpu().numpy()) for index, part in zip(batch.sample_indices, parts, strict=True))
     params = SamplingParams(temperature=temperature)
-    records = [_record(samples[index], params) for index in used]
-    return engine.diagnose(records, policy.model, trainer_logprobs=list(used.values()))
-
-
-def _record(sample: Sample, params: SamplingParams) -> SampleRecord:
-    return SampleRecord(
-        prompt_token_ids=sample.prompt_token_ids,
-        token_ids=sample.completion_token_ids,
-        raw_logprobs=sample.raw_logprobs,
-        sampled_logprobs=sample.sampled_logprobs,
-        policy_version=sample.policy_version,
-        receipt_id=sample.receipt_id,
-        params=params,
+    turns = [turn for index, logprobs in used.items() for turn in _turns(samples[index], logprobs, params)]
+    return engine.diagnose(
+        [record for record, _ in turns], policy.model, trainer_logprobs=[logprobs for _, logprobs in turns]
     )
+
+
+def _turns(
+    sample: Sample, trainer_logprobs: np.ndarray, params: SamplingParams
+) -> Iterator[tuple[SampleRecord, np.ndarray]]:
+    """What the policy sampled without a break, with all before it as its prompt, and the trainer's logprobs of it."""
+    first = 0  # place in the sample's arrays
+    for start, end in sample.policy_spans:
+        own = slice(first, first + end - start)
+        first = own.stop
+        record = SampleRecord(
+            prompt_token_ids=[*sample.prompt_token_ids, *sample.completion_token_ids[:start]],
+            token_ids=sample.completion_token_ids[start:end],
+            raw_logprobs=sample.raw_logprobs[own],
+            sampled_logprobs=sample.sampled_logprobs[own],
+            policy_version=sample.policy_version,
+            receipt_id=sample.receipt_id,
+            params=params,
+        )
+        yield record, trainer_logprobs[own]

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, put together from the pure functions of `losses`."""
+"""The losses of a micro-batch, put together from the pure functions of `losses`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout_trainers.loss_config import LossSection
-from rollout_trainers.losses import ClipCounts, Denominators, kl_estimate, policy_loss, token_weights
+from rollout_trainers.losses import ClipCounts, Denominators, kl_estimate, policy_loss, token_weights, value_loss
 from rollout_trainers.packing import PackedBatch
 
 
@@ -49,3 +49,22 @@ def micro_batch_loss(
     drift_sum = float((batch.old_logprobs - logprobs.detach()).double().sum())
     weights = token_weights(batch.lengths, denominators, section.aggregation)
     return MicroBatchLoss((losses * weights).sum(), clipped, kl_sum, drift_sum)
+
+
+@dataclass(frozen=True, slots=True)
+class CriticLoss:
+    """A micro-batch's share of the critic's loss (scalar with gradient), and how many tokens the clipping touched."""
+
+    loss: torch.Tensor
+    num_clipped: int
+
+
+def critic_loss(
+    values: torch.Tensor, batch: PackedBatch, denominators: Denominators, section: LossSection, clip: float | None
+) -> CriticLoss:
+    """The loss of a critic that says `values` [C] where its batch has `values` (before the step's updates) and
+    `returns`. Tokens count as they do in the policy's loss."""
+    if batch.values is None or batch.returns is None:
+        raise ValueError("a sample has no values and returns: there is nothing that a critic could learn")
+    losses, num_clipped = value_loss(values, batch.values, batch.returns, clip)
+    return CriticLoss((losses * token_weights(batch.lengths, denominators, section.aggregation)).sum(), num_clipped)

@@ -17,15 +17,17 @@ class PackedBatch:
 
     The last completion token of a sequence is predicted but is never an input, so a sequence of p prompt and c
     completion tokens has p + c - 1 rows. Which rows predict completion tokens follows from those counts alone, so
-    that token values (an EOS in the middle, a pad id equal to EOS) cannot change it.
+    that token values (an EOS in the middle, a pad id equal to EOS) cannot change it. Where a sample's `loss_mask` says
+    that tokens were given, these are inputs and are not predicted: "completion tokens" below are the policy's own.
 
     `input_ids`, `positions`: int64 [T], the rows that the model computes. Attention sees the sequences laid out one
     after the other: `query_start`: int32 [S + 1] in that layout, `gather`: int64 [E], the row at each of its places,
     `first`: int64 [T], the first place of each row. `rows`: int64 [C], the row whose hidden state predicts completion
     token `targets` int64 [C]. `lengths`: int64 [S], completion tokens of each sequence. `sampler_logprobs`,
     `old_logprobs` (the ratio's denominator: the sampler's, unless the trainer recomputed them), `advantages`:
-    float32 [C]. `reference_logprobs`, `importance`: float32 [C], where the samples have them. `sample_indices`:
-    positions in the list that was packed.
+    float32 [C]. `reference_logprobs`, `importance`, `values` and `returns` (a critic's, before the step's updates, and
+    what they should have been): float32 [C], where the samples have them. `sample_indices`: positions in the list that
+    was packed.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +44,8 @@ class PackedBatch:
     sample_indices: tuple[int, ...]
     reference_logprobs: torch.Tensor | None = None
     importance: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def num_input_tokens(self) -> int:
@@ -65,11 +69,12 @@ def plan_micro_batches(samples: Sequence[Sample], token_budget: int) -> list[lis
         if sample.num_tokens == 0:
             continue
         prompt = tuple(sample.prompt_token_ids)
-        rows = sample.num_tokens - 1 + (0 if prompt in prompts else len(prompt))
+        own = len(sample.completion_token_ids) - 1
+        rows = own + (0 if prompt in prompts else len(prompt))
         if not batches or used + rows > token_budget:
             batches.append([])
             prompts, used = set(), 0
-            rows = sample.num_tokens - 1 + len(prompt)
+            rows = own + len(prompt)
         batches[-1].append(index)
         prompts.add(prompt)
         used += rows
@@ -90,12 +95,13 @@ class _Layout:
 
     def add(self, sample: Sample) -> None:
         prompt = tuple(sample.prompt_token_ids)
-        place, num_prompt, num_inputs = self.starts[-1], len(prompt), sample.num_tokens - 1
+        place, num_prompt, num_inputs = self.starts[-1], len(prompt), len(sample.completion_token_ids) - 1
         if prompt not in self.prompts:
             self.prompts[prompt] = self._new_rows(list(prompt), 0, place)
         new = self._new_rows(sample.completion_token_ids[:-1], num_prompt, place + num_prompt)
         self.gather += [self.prompts[prompt], new]
-        self.rows += [self.prompts[prompt][-1:], new]
+        predicting = np.concatenate([self.prompts[prompt][-1:], new])
+        self.rows.append(predicting if sample.loss_mask is None else predicting[sample.loss_mask])
         self.starts.append(place + num_prompt + num_inputs)
 
     def _new_rows(self, token_ids: list[int], position: int, place: int) -> np.ndarray:
@@ -108,14 +114,14 @@ class _Layout:
 
 
 def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
-    """Packs `samples[i] for i in indices`, each of at least one completion token and one prompt token."""
+    """Packs `samples[i] for i in indices`, each of at least one completion token and one prompt token.
+
+    Raises `ValueError` for others, and where arrays and mask do not fit the tokens.
+    """
     layout = _Layout()
     for index in indices:
         sample = samples[index]
-        if not sample.prompt_token_ids or not sample.completion_token_ids:
-            raise ValueError(
-                f"sample {index} has {len(sample.prompt_token_ids)} prompt and {sample.num_tokens} completion tokens"
-            )
+        _check_fits(index, sample)
         layout.add(sample)
     chosen = [samples[index] for index in indices]
     lengths = torch.tensor([sample.num_tokens for sample in chosen], dtype=torch.int64)
@@ -126,15 +132,31 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
         gather=_joined(layout.gather),
         first=_joined(layout.first),
         rows=_joined(layout.rows),
-        targets=torch.tensor([token for sample in chosen for token in sample.completion_token_ids], dtype=torch.int64),
+        targets=torch.tensor([token for sample in chosen for token in sample.policy_token_ids], dtype=torch.int64),
         lengths=lengths,
         sampler_logprobs=_joined([sample.sampled_logprobs for sample in chosen]),
-        old_logprobs=_joined([_old_logprobs(sample) for sample in chosen]),
+        old_logprobs=_joined([sample.frozen_logprobs for sample in chosen]),
         advantages=_joined([_advantages(sample) for sample in chosen]),
         sample_indices=tuple(indices),
         reference_logprobs=_joined_where_there([sample.reference_logprobs for sample in chosen]),
         importance=_joined_where_there([sample.importance for sample in chosen]),
+        values=_joined_where_there([sample.values for sample in chosen]),
+        returns=_joined_where_there([sample.returns for sample in chosen]),
     )
+
+
+def _check_fits(index: int, sample: Sample) -> None:
+    mask, num_completion = sample.loss_mask, len(sample.completion_token_ids)
+    if mask is not None and (mask.dtype != np.bool_ or mask.shape != (num_completion,)):
+        raise ValueError(
+            f"sample {index} has a loss_mask {mask.dtype}{list(mask.shape)}: it must be bool [{num_completion}], one a "
+            "completion token"
+        )
+    num_tokens = sample.num_tokens
+    if not sample.prompt_token_ids or num_tokens == 0:
+        raise ValueError(f"sample {index} has {len(sample.prompt_token_ids)} prompt and {num_tokens} completion tokens")
+    if len(sample.sampled_logprobs) != num_tokens:
+        raise ValueError(f"sample {index} has {len(sample.sampled_logprobs)} logprobs for its {num_tokens} tokens")
 
 
 def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
@@ -152,23 +174,24 @@ def _advantages(sample: Sample) -> np.ndarray:
     return np.full(sample.num_tokens, sample.advantage, dtype=np.float32)
 
 
-def _old_logprobs(sample: Sample) -> np.ndarray:
-    return sample.sampled_logprobs if sample.old_logprobs is None else sample.old_logprobs
-
-
 def pack_micro_batches(samples: Sequence[Sample], token_budget: int) -> list[PackedBatch]:
     """All samples with a completion token, in micro-batches of at most `token_budget` rows."""
     return [pack(samples, indices) for indices in plan_micro_batches(samples, token_budget)]
 
 
 def completion_mask(samples: Sequence[Sample], width: int | None = None) -> torch.Tensor:
-    """Mask bool [N, width] over right-padded completions, for trainers that pad: true on each sample's own tokens.
+    """Mask bool [N, width] over right-padded completions, for trainers that pad: true on each sample's own tokens,
+    those that the policy sampled.
 
     It follows from the engine's token counts, never from token values, so a pad id that equals EOS is no matter.
     `width` of None is the longest completion's. Raises `ValueError` if a completion is longer than `width`.
     """
-    lengths = torch.tensor([sample.num_tokens for sample in samples], dtype=torch.int64)
+    lengths = torch.tensor([len(sample.completion_token_ids) for sample in samples], dtype=torch.int64)
     width = int(lengths.max()) if width is None else width
     if width < int(lengths.max()):
         raise ValueError(f"width={width} is not valid: the longest completion has {int(lengths.max())} tokens")
-    return torch.arange(width)[None, :] < lengths[:, None]
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    for row, sample in zip(mask, samples, strict=True):
+        if sample.loss_mask is not None:
+            row[: len(sample.loss_mask)] = torch.from_numpy(sample.loss_mask)
+    return mask

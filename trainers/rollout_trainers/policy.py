@@ -43,10 +43,18 @@ class SharedPolicy:
 
         Differentiable where gradients are enabled. Only the rows that predict completion tokens meet the output head.
         """
+        return self.token_logprobs(self.hidden(batch), batch)
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Final hidden states [C, hidden], in the model's dtype, of the rows that predict the batch's completion
+        tokens."""
         context = ForwardBatch.packed(batch.query_start, SharedRows(batch.gather, batch.first))
         hidden = self.model(batch.input_ids, batch.positions, context)  # [T, H]
-        predicting = take_rows(hidden, batch.rows)  # [C, H]
-        return linear_token_logprobs(predicting, self.model.output_weight, batch.targets, self.temperature)
+        return take_rows(hidden, batch.rows)
+
+    def token_logprobs(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` from the rows that `hidden` has given."""
+        return linear_token_logprobs(hidden, self.model.output_weight, batch.targets, self.temperature)
 
     @torch.no_grad()
     def frozen_logprobs(self, batch: PackedBatch) -> torch.Tensor:

@@ -78,6 +78,22 @@ def _walk(num: int, first: int, count: int, seed: tuple[int | str, ...]) -> list
     return chosen
 
 
+class Producer(Protocol):
+    """What the trainers ask for samples: `RolloutProducer`, or `EpisodeProducer` where an environment answers."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def max_completion_tokens(self) -> int: ...  # of the policy's, in a sample that is trained on
+
+    def produce(
+        self, step: int, examples: Sequence[Example], group_size: int, first_place: int = 0
+    ) -> list[Sample]: ...
+
+    def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]: ...
+
+
 _LARGEST_DIFFERENCE = 1e-3  # nats, between logprobs of one token that are the same but for rounding
 
 
@@ -90,6 +106,10 @@ class RolloutProducer:
         self.temperature = temperature
         self.max_tokens = max_tokens
         self.seed = seed
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.max_tokens
 
     def produce(self, step: int, examples: Sequence[Example], group_size: int, first_place: int = 0) -> list[Sample]:
         """`group_size` samples of each example, group after group; a group's seed follows from (seed, step, place),
@@ -131,7 +151,7 @@ class RolloutProducer:
         outputs = self.engine.generate(prompts, list(params), use_tqdm=False)
         if is_trained_on:
             for output in outputs:
-                _check_reproducible(output, self.temperature)
+                check_reproducible(output, self.temperature)
         return [
             _sample(example, group, output, completion, version)
             for group, (example, output) in enumerate(zip(examples, outputs, strict=True), first_place)
@@ -139,7 +159,7 @@ class RolloutProducer:
         ]
 
 
-def _check_reproducible(output: RequestOutput, temperature: float) -> None:
+def check_reproducible(output: RequestOutput, temperature: float) -> None:
     """Raises `ValueError` where tokens were drawn from another distribution than that of logits and temperature.
 
     Filters and masks show in the kept mass. Penalties, biases and processors show where temperature 1 should have made
@@ -160,10 +180,15 @@ def _check_reproducible(output: RequestOutput, temperature: float) -> None:
             )
 
 
-def _sample(example: Example, group: int, output: RequestOutput, completion: CompletionOutput, version: int) -> Sample:
+def check_version(completion: CompletionOutput, version: int) -> None:
+    """Raises `ValueError` for tokens that another policy has sampled."""
     stale = [span for span in completion.policy_versions if span.version != version]
     if stale:
         raise ValueError(f"tokens {stale[0].start}:{stale[0].end} are of policy {stale[0].version}, not {version}")
+
+
+def _sample(example: Example, group: int, output: RequestOutput, completion: CompletionOutput, version: int) -> Sample:
+    check_version(completion, version)
     if completion.finish_reason in (None, "error", "abort"):
         raise ValueError(f"request {output.request_id} ended with {completion.finish_reason!r}: it can't be trained on")
     return Sample(

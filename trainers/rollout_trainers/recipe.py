@@ -98,7 +98,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
         if key not in known:
             raise ValueError(unknown_name(f"a key of {prefix.removesuffix('.') or 'the recipe'}", key, known))
     arguments = {key: _convert(value, hints[key], f"{prefix}{key}") for key, value in values.items()}
-    if "model" in known and "model" not in arguments:
+    if cls is RunConfig and "model" not in arguments:
         raise ValueError("model is missing: give the folder of a model, or a name that the engine knows")
     return cls(**arguments)
 

@@ -39,6 +39,10 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("dynamic_sampling/groups_sampled", "dynamic_sampling/groups_dropped"),
     ),
     ("Tokens left out by the off-policy correction (share)", ("rollout_corr/rollout_rs_masked_fraction",)),
+    ("Critic: share of the returns' variance explained", ("critic/vf_explained_var",)),
+    ("Critic: loss", ("critic/vf_loss",)),
+    ("Critic: clipped values (share)", ("critic/vf_clipfrac",)),
+    ("Coefficient of the KL", ("objective/kl_coef",)),
     ("Learning rate", ("learning_rate",)),
 )
 

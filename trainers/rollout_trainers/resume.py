@@ -31,6 +31,7 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "environment.max_concurrent",
 }
 
 

@@ -6,7 +6,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,19 @@ from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
-from rollout_trainers.config import RunConfig
+from rollout_trainers.config import RewardModelSection, RunConfig
+from rollout_trainers.critic import Critic, ValueHead, load_critic
+from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.policy import SharedPolicy
-from rollout_trainers.producer import RolloutProducer
+from rollout_trainers.ppo import PPOTrainer
+from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
+from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.tasks import make_task
 from rollout_trainers.tracking import ProgressLine, Tracker
 from rollout_trainers.types import Example, RewardFunction, Sample, SampleRow, Task
@@ -72,24 +76,23 @@ def run(
     reward_functions: Sequence[RewardFunction] = (),
     train: Sequence[Example] = (),
     evaluation: Sequence[Example] = (),
+    environment: EnvironmentFactory | None = None,
 ) -> RunResult:
     """Trains as `config` says, and reports. The task is `task`, or made of `train`, `evaluation` and
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
-    own). Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another
-    run's checkpoints."""
+    own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
+
+    Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
+    checkpoints.
+    """
     started = time.perf_counter()
-    task = _resolve_task(config, task, reward_functions, train, evaluation)
+    task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+    task = _with_reward_model(task, config.reward_model)
     checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
     progress.say(f"{config.name}: loading {config.model}")
     engine = _make_engine(config)
-    producer = RolloutProducer(engine, config.sampling.temperature, config.sampling.max_tokens, config.seed)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
-    treaty = None
-    if config.engine.memory_budget is not None:
-        treaty = MemoryTreaty(engine, config.engine.memory_budget)
-    trainer = GRPOTrainer(producer, policy, task, config, treaty)
-    session = Session(config, trainer, progress, checkpoint)
+    session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
     session.train()
     return session.finish(started)
 
@@ -100,15 +103,25 @@ def _resolve_task(
     reward_functions: Sequence[RewardFunction],
     train: Sequence[Example],
     evaluation: Sequence[Example],
+    environment: EnvironmentFactory | None,
 ) -> Task:
     if task is not None:
-        return task
+        return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions:
+        if not reward_functions and environment is None:
             raise ValueError("reward_functions is empty: give at least one with the training examples")
-        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions))
+        return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
-    return Task(named.name, named.train, named.evaluation, tuple(reward_functions) or named.rewards)
+    return replace(
+        named, rewards=tuple(reward_functions) or named.rewards, environment=environment or named.environment
+    )
+
+
+def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
+    temperature, max_tokens = config.sampling.temperature, config.sampling.max_tokens
+    if task.environment is None:
+        return RolloutProducer(engine, temperature, max_tokens, config.seed)
+    return EpisodeProducer(engine, task.environment, config.environment, temperature, max_tokens, config.seed)
 
 
 def _make_engine(config: RunConfig) -> LLM:
@@ -129,6 +142,35 @@ def _make_engine(config: RunConfig) -> LLM:
         enable_prefix_caching=engine.enable_prefix_caching,
         seed=config.seed,
     )
+
+
+def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
+    if section.model is None:
+        return task
+    folder = resolve_model(section.model)
+    model = RewardModel(folder, weight=section.weight, dtype=section.dtype, batch_tokens=section.batch_tokens)
+    return replace(task, rewards=(*task.rewards, model))
+
+
+def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
+    """PPO's where there is a critic."""
+    producer = _make_producer(config, engine, task)
+    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    critic = _make_critic(config, policy) if config.loss.uses_critic else None
+    treaty = None
+    if config.engine.memory_budget is not None:
+        treaty = MemoryTreaty(engine, config.engine.memory_budget)
+    if critic is not None:
+        return PPOTrainer(producer, policy, critic, task, config, treaty)
+    return GRPOTrainer(producer, policy, task, config, treaty)
+
+
+def _make_critic(config: RunConfig, policy: SharedPolicy) -> Critic:
+    section, output, seed = config.critic, policy.model.output_weight, derive_seed(config.seed, "critic")
+    if section.kind == "value_head":
+        return ValueHead(policy.model, section.policy_gradient, seed)
+    folder = resolve_model(section.model or config.model)
+    return load_critic(folder, output.shape[0], config.engine.dtype, seed, output.device)
 
 
 class Session:
@@ -162,10 +204,11 @@ class Session:
 
     def _resume(self, checkpoint: Path) -> tuple[int, str | None]:
         """Restores a checkpoint and makes it the engine's policy. Returns its step and the run's id in W&B."""
-        restored = load_checkpoint(checkpoint, self.trainer.optimizer)
+        restored = load_checkpoint(checkpoint, self.trainer.optimizers)
         for step, saved in restored.notes["evaluations"].items():
             self.evaluations[int(step)] = Evaluation(**{**saved, "successes": tuple(saved["successes"])})
         self.trainer.num_tokens = restored.notes["num_tokens"]
+        self.trainer.kl_control.coefficient = restored.notes["kl_coefficient"]
         self.trainer.update_engine(restored.step)
         self.progress.say(f"{self.config.name}: resumed after step {restored.step}")
         return restored.step, restored.notes["wandb_id"]
@@ -220,7 +263,7 @@ class Session:
     def _evaluate(self, step: int) -> None:
         if not self.trainer.task.evaluation:
             return
-        samples, self.evaluations[step] = self.trainer.evaluate()
+        samples, self.evaluations[step] = self.trainer.evaluate(step)
         self.tracker.log(step, self.evaluations[step].metrics())
         self.tracker.log_samples(step, self._rows(step, samples, "held out"))
         self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
@@ -236,6 +279,7 @@ class Session:
         notes = {
             "evaluations": {key: asdict(value) for key, value in self.evaluations.items()},
             "num_tokens": self.trainer.num_tokens,
+            "kl_coefficient": self.trainer.kl_control.coefficient,
             "settings": run_settings(self.config, self.trainer.task),
             "wandb_id": self.tracker.wandb_id,
         }
@@ -243,7 +287,7 @@ class Session:
             self.directory / CHECKPOINTS,
             step,
             self.trainer.policy.model.named_parameters(),
-            self.trainer.optimizer,
+            self.trainer.optimizers,
             notes,
             resolve_model(self.config.model),
             self.config.checkpoint.keep,
@@ -259,7 +303,7 @@ class Session:
                 advantage=sample.advantage,
                 num_tokens=sample.num_tokens,
                 finish_reason=sample.finish_reason,
-                columns=dict(sample.example.columns),
+                columns={**sample.example.columns, **sample.logged},
                 split=split,
             )
             for sample in samples[: self.config.tracking.samples]

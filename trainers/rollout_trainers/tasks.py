@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from rollout_trainers.config import TaskSection
+from rollout_trainers.data import Columns, Examples, open_rows
+from rollout_trainers.producer import derive_seed
 from rollout_trainers.recipe_errors import unknown_name
-from rollout_trainers.rewards import exact_answer_reward, final_number_reward
+from rollout_trainers.rewards import completion_text, exact_answer_reward, final_number_reward, math_verify_reward
 from rollout_trainers.types import Example, RewardFunction, Task
 
 ANSWER_REWARDS: dict[str, RewardFunction] = {
     "final_number": final_number_reward,
     "exact_answer": exact_answer_reward,
+    "math_verify": math_verify_reward,
 }
+
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def make_task(section: TaskSection) -> Task:
@@ -31,7 +40,8 @@ def chat_example(question: str, system_prompt: str | None, columns: dict[str, An
 
 
 def reasoning_gym_task(section: TaskSection) -> Task:
-    """A dataset of reasoning-gym: `parameters` are `dataset`, `reward` (a key of `ANSWER_REWARDS`), and the dataset's.
+    """A dataset of reasoning-gym: `parameters` are `dataset`, `reward` (a key of `ANSWER_REWARDS`, or "dataset": the
+    data set's own verdict, which knows all right answers), and the dataset's.
 
     Questions are drawn once and kept once; the first distinct ones are held out for evaluation, so no evaluation
     question is ever trained on. Raises `ValueError` if the dataset has too few distinct questions.
@@ -41,8 +51,8 @@ def reasoning_gym_task(section: TaskSection) -> Task:
     parameters = dict(section.parameters)
     dataset_name = parameters.pop("dataset", None)
     reward = parameters.pop("reward", "exact_answer")
-    if reward not in ANSWER_REWARDS:
-        raise ValueError(unknown_name("task.parameters.reward", reward, ANSWER_REWARDS))
+    if reward not in (*ANSWER_REWARDS, "dataset"):
+        raise ValueError(unknown_name("task.parameters.reward", reward, (*ANSWER_REWARDS, "dataset")))
     known = reasoning_gym.factory.DATASETS
     if dataset_name not in known:
         raise ValueError(unknown_name("task.parameters.dataset", dataset_name, known))
@@ -56,8 +66,10 @@ def reasoning_gym_task(section: TaskSection) -> Task:
     for entry in drawn:
         if len(examples) == needed:
             break
-        question = entry["question"]
-        examples.setdefault(question, chat_example(question, section.system_prompt, {"answer": entry["answer"]}))
+        question, columns = entry["question"], {"answer": entry["answer"]}
+        if reward == "dataset":
+            columns["entry"] = entry
+        examples.setdefault(question, chat_example(question, section.system_prompt, columns))
     if len(examples) < needed:
         raise ValueError(
             f"task.train_size + task.eval_size = {needed} is not valid: {dataset_name!r} gave only {len(examples)} "
@@ -68,8 +80,75 @@ def reasoning_gym_task(section: TaskSection) -> Task:
         name=f"reasoning_gym/{dataset_name}",
         train=distinct[section.eval_size :],
         evaluation=distinct[: section.eval_size],
-        rewards=(ANSWER_REWARDS[reward],),
+        rewards=(dataset_reward(drawn) if reward == "dataset" else ANSWER_REWARDS[reward],),
     )
 
 
-TASKS: dict[str, Callable[[TaskSection], Task]] = {"reasoning_gym": reasoning_gym_task}
+def dataset_reward(dataset: Any) -> RewardFunction:
+    """The score from 0 to 1 that a data set of reasoning-gym gives to what stands in the last `<answer>` of a
+    completion, or to all of it where there is none. It reads the column `entry`."""
+
+    def dataset_reward(
+        prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[dict[str, Any]], **columns: Any
+    ) -> list[float]:
+        texts = map(completion_text, completions)
+        return [
+            float(dataset.score_answer(answer=_last_answer(text), entry=each))
+            for text, each in zip(texts, entry, strict=True)
+        ]
+
+    return dataset_reward
+
+
+def _last_answer(text: str) -> str:
+    found = _ANSWER.findall(text)
+    return (found[-1] if found else text).strip()
+
+
+def dataset_task(section: TaskSection) -> Task:
+    """Examples of a file or data set. `parameters`: `source` (see `data.open_rows`), `split`, `subset`, `prompt`,
+    `chat`, `rename` (see `data.Columns`), `reward` (a key of `ANSWER_REWARDS`), and `evaluation_source` and
+    `evaluation_split`, from where the examples for evaluation come; without them they are held out.
+
+    Every prompt is there once, and none of those for evaluation is trained on. Which examples of how many are taken, in
+    which order, is a pure function of `task.seed`. Raises `ValueError` for unknown parameters and too few examples.
+    """
+    parameters = {"split": "train", "subset": None, "prompt": "prompt", "chat": True, "rename": {}} | dict(
+        section.parameters
+    )
+    known = ("source", "reward", "evaluation_source", "evaluation_split", "split", "subset", "prompt", "chat", "rename")
+    for name in parameters:
+        if name not in known:
+            raise ValueError(unknown_name("task.parameters", name, known))
+    source, reward = parameters.get("source"), parameters.get("reward", "exact_answer")
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"task.parameters.source={source!r} is not valid: it must be a file or the name of a data set")
+    if reward not in ANSWER_REWARDS:
+        raise ValueError(unknown_name("task.parameters.reward", reward, ANSWER_REWARDS))
+    columns = Columns(parameters["prompt"], parameters["chat"], section.system_prompt, parameters["rename"])
+    examples = Examples(open_rows(source, parameters["split"], parameters["subset"]), columns).distinct()
+    evaluation, train_from = None, 0
+    if "evaluation_source" in parameters or "evaluation_split" in parameters:
+        other = parameters.get("evaluation_source", source), parameters.get("evaluation_split", "test")
+        rows = open_rows(*other, parameters["subset"] if other[0] == source else None)
+        evaluation = _shuffled(Examples(rows, columns).distinct(), section, "evaluation")[: section.eval_size]
+        examples = examples.distinct(other_than=evaluation)
+    examples = _shuffled(examples, section, "examples")
+    if evaluation is None:
+        evaluation, train_from = examples[: section.eval_size], section.eval_size
+    train = examples[train_from : train_from + section.train_size]
+    for name, needed, found in (
+        ("eval_size", section.eval_size, len(evaluation)),
+        ("train_size", section.train_size, len(train)),
+    ):
+        if found < needed:
+            raise ValueError(f"task.{name}={needed} is not valid: {source!r} has only {found} distinct prompts left")
+    return Task(f"dataset/{source}", train, evaluation, (ANSWER_REWARDS[reward],))
+
+
+def _shuffled(examples: Examples, section: TaskSection, purpose: str) -> Examples:
+    order = np.random.default_rng(derive_seed(section.seed, "dataset", purpose)).permutation(len(examples))
+    return examples.take(order.tolist())
+
+
+TASKS: dict[str, Callable[[TaskSection], Task]] = {"dataset": dataset_task, "reasoning_gym": reasoning_gym_task}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import numpy as np
 
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages, or token ids
 
-# reward(prompts, completions, **columns) -> one number per completion. A chat prompt's completion is a list with one
-# assistant message; the completion of a text prompt is text. `columns` are the example's, repeated for each sample.
-RewardFunction = Callable[..., Sequence[float]]
+# reward(prompts, completions, **columns) -> one number per completion, None where it does not apply. It may be async.
+# A chat prompt's completion is a list with one assistant message, and of an episode all messages after the prompt; the
+# completion of a text prompt is text. `columns` are the example's, repeated for each sample. See `rewards.score`.
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +26,54 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Examples to learn from, examples never trained on, and what is rewarded (the sum of the functions' values)."""
+    """Examples to learn from, examples never trained on, and what is rewarded (the sum of the functions' values).
+
+    With an `environment`, which makes a fresh one for each episode, the policy takes turns with it; what it gives is
+    added to the reward.
+    """
 
     name: str
     train: Sequence[Example]
     evaluation: Sequence[Example]
     rewards: tuple[RewardFunction, ...]
+    environment: Callable[[], Any] | None = None  # -> environments.Environment
+
+
+# Finish reasons of what a limit has cut off: of a sample, and (also) of an episode.
+TRUNCATED = frozenset({"length", "max_turns", "timeout"})
+
+
+@dataclass(slots=True)
+class EpisodeNotes:
+    """What an environment says of an episode, beside its tokens: `messages` are those after the prompt, `turn_rewards`
+    what it gave for each of the policy's turns, `metrics` numbers of its own by name. `turn_ends` has an entry for each
+    turn, counted in the policy's tokens; the last turn may not have been answered."""
+
+    messages: list[dict[str, Any]]
+    turn_rewards: list[float]
+    turn_ends: list[int]
+    environment: Any  # the instance, closed by now
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None  # why it broke off, where the environment has failed
+
+    @property
+    def reward(self) -> float:
+        """The sum over the turns."""
+        return sum(self.turn_rewards)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turn_ends)
 
 
 @dataclass(slots=True)
 class Sample:
-    """One completion of one example. The arrays are float32, one value per token of `completion_token_ids`."""
+    """One completion of one example: what was sampled after its prompt or, of an episode in an environment, all that
+    came after it, in one sequence: the policy's tokens and what it was answered.
+
+    The arrays are float32, one value per token of the policy's: per token of `completion_token_ids` that `loss_mask`
+    marks, or per token of all where that is None.
+    """
 
     example: Example
     group: int  # position of its prompt in the step
@@ -50,8 +88,11 @@ class Sample:
     sample_index: int
     policy_version: int
     receipt_id: str | None = None  # of the weights that sampled it
+    loss_mask: np.ndarray | None = None  # bool, one per completion token: the policy's own. None: all are
+    episode: EpisodeNotes | None = None  # of a sample that an environment has answered
     reward: float = 0.0  # filled by `rewards.score`, as are `rewards`
     rewards: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, Any] = field(default_factory=dict)  # what reward functions have said of it, for people
     # What follows is filled by the trainer. The arrays are frozen at the start of a step's updates.
     penalty: float = 0.0  # what is added to the reward for its length, at most 0
     advantage: float = 0.0  # the mean over its tokens where `token_advantages` has one for each
@@ -59,11 +100,33 @@ class Sample:
     old_logprobs: np.ndarray | None = None  # None: the sampler's are used
     reference_logprobs: np.ndarray | None = None  # of the policy that the run began with, for a KL term
     importance: np.ndarray | None = None  # weights that account for a sampler that is not the trainer
+    values: np.ndarray | None = None  # what the critic expects before each token
+    returns: np.ndarray | None = None  # what it should have said
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens: the engine's own count, never inferred from token values."""
-        return len(self.completion_token_ids)
+        """Tokens of the policy's: the engine's own count, never inferred from token values."""
+        return len(self.completion_token_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    @property
+    def policy_token_ids(self) -> list[int]:
+        """The completion tokens that the policy has sampled."""
+        if self.loss_mask is None:
+            return self.completion_token_ids
+        return [token for token, is_own in zip(self.completion_token_ids, self.loss_mask, strict=True) if is_own]
+
+    @property
+    def policy_spans(self) -> list[tuple[int, int]]:
+        """Where in `completion_token_ids` the policy's tokens stand: (start, end) of each run of them."""
+        if self.loss_mask is None:
+            return [(0, len(self.completion_token_ids))] if self.completion_token_ids else []
+        edges = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), prepend=0, append=0))
+        return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+    @property
+    def frozen_logprobs(self) -> np.ndarray:
+        """Under the policy that the step has begun with: the trainer's where it has recomputed them."""
+        return self.sampled_logprobs if self.old_logprobs is None else self.old_logprobs
 
     @property
     def has_advantage(self) -> bool:
@@ -72,8 +135,8 @@ class Sample:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the length limit, and not the model, ended it."""
-        return self.finish_reason == "length"
+        """Whether a limit, and not the model or its environment, ended it."""
+        return self.finish_reason in TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)

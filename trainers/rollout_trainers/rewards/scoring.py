@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_trainers.event_loop import EventLoopThread
 from rollout_trainers.types import RewardFunction, Sample
+
+ENVIRONMENT = "environment"  # the name of what a sample's environment gave, among its rewards
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Where a run stands, for rewards that change with it: the names are those of transformers' `TrainerState`.
+
+    `global_step` counts the steps that are done; `epoch` how often the training examples were gone through.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+@dataclass(slots=True)
+class _Log:
+    """What reward functions log beside their values."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        self.columns[column] = list(values)
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
 
 
 def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
@@ -23,42 +55,87 @@ def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
     return names
 
 
-def score(samples: Sequence[Sample], functions: Sequence[RewardFunction]) -> None:
-    """Fills `rewards` (by function, see `reward_names`) and `reward` (their sum) of each sample.
+def score(
+    samples: Sequence[Sample], functions: Sequence[RewardFunction], state: TrainerState | None = None
+) -> dict[str, list[float]]:
+    """Fills `rewards` (by function, see `reward_names`) and `reward` (their sum) of each sample; what an environment
+    gave counts among them as "environment". Returns what the functions have logged as metrics, by name.
 
-    A function gets the prompts, the completions (text, or a list with one assistant message where the prompt was a
-    chat), every column that all examples have, `completion_ids` and `finish_reasons`. Raises `ValueError` naming the
-    function if it returns another number of values than it was given, or one that is not a finite number.
+    A function gets, by name and as TRL's trainers give them: `prompts`, `completions` (text; a list with one assistant
+    message where the prompt was a chat; all messages after the prompt where an environment answered), every column
+    that all examples have, `completion_ids` and, of TRL's extras, `trainer_state`, `log_extra(column, values)` for the
+    table of samples, `log_metric(name, value)`, and `environments` where there are; of ours `finish_reasons`.
+    Functions that are async run at once.
+
+    None says that a function does not apply to a sample: it then has no part in the sample's reward, and none in the
+    function's mean. A sample to which none applies has a reward of 0, and a warning says so.
+
+    Raises `ValueError` naming the function if it returns another number of values than it was given, or one that is
+    neither None nor a finite number; or if it logs a column of another length.
     """
-    prompts = [sample.example.prompt for sample in samples]
-    completions = [_completion(sample) for sample in samples]
-    columns = _columns(samples)
+    log = _Log()
+    arguments = _arguments(samples, state or TrainerState(), log)
     for sample in samples:
-        sample.rewards = {}
-    for name, function in zip(reward_names(functions), functions, strict=True):
-        values = function(prompts, completions, **columns)
+        sample.rewards = {} if sample.episode is None else {ENVIRONMENT: sample.episode.reward}
+    for name, values in zip(reward_names(functions), _values(functions, arguments), strict=True):
         if len(values) != len(samples):
             raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions")
         for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
+            if value is None:
+                continue
             number = float(value)
             if not math.isfinite(number):
                 raise ValueError(f"reward {name!r} returned {value!r} for completion {index}: {sample.text!r}")
             sample.rewards[name] = number
     for sample in samples:
         sample.reward = sum(sample.rewards.values())
+    unscored = sum(not sample.rewards for sample in samples)
+    if unscored:
+        warnings.warn(f"no reward applies to {unscored} of {len(samples)} samples: they count as 0", stacklevel=2)
+    _take_columns(samples, log)
+    return log.metrics
 
 
-def _completion(sample: Sample) -> str | list[dict[str, str]]:
+def _values(functions: Sequence[RewardFunction], arguments: dict[str, Any]) -> list[Sequence[float | None]]:
+    """What each function returned: those that are async are begun first and awaited together."""
+    returned = [function(**arguments) for function in functions]
+    awaited = {index: value for index, value in enumerate(returned) if isinstance(value, Awaitable)}
+    if not awaited:
+        return [value for value in returned if not isinstance(value, Awaitable)]
+    with EventLoopThread() as loop:
+        done = dict(zip(awaited, loop.submit(_all_of([*awaited.values()])).result(), strict=True))
+    return [done[index] if isinstance(value, Awaitable) else value for index, value in enumerate(returned)]
+
+
+async def _all_of(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables)
+
+
+def _arguments(samples: Sequence[Sample], state: TrainerState, log: _Log) -> dict[str, Any]:
+    common = set.intersection(*(set(sample.example.columns) for sample in samples)) if samples else set()
+    arguments: dict[str, Any] = {name: [sample.example.columns[name] for sample in samples] for name in sorted(common)}
+    arguments["prompts"] = [sample.example.prompt for sample in samples]
+    arguments["completions"] = [_completion(sample) for sample in samples]
+    arguments["completion_ids"] = [sample.completion_token_ids for sample in samples]
+    arguments["finish_reasons"] = [sample.finish_reason for sample in samples]
+    if samples and all(sample.episode is not None for sample in samples):
+        arguments["environments"] = [sample.episode.environment for sample in samples if sample.episode is not None]
+    return arguments | {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric}
+
+
+def _completion(sample: Sample) -> str | list[dict[str, Any]]:
     prompt = sample.example.prompt
     is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
-    return [{"role": "assistant", "content": sample.text}] if is_chat else sample.text
+    if not is_chat:
+        return sample.text
+    if sample.episode is not None:
+        return sample.episode.messages or [{"role": "assistant", "content": ""}]  # it broke off before its first turn
+    return [{"role": "assistant", "content": sample.text}]
 
 
-def _columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    common = set.intersection(*(set(sample.example.columns) for sample in samples)) if samples else set()
-    columns: dict[str, list[Any]] = {
-        name: [sample.example.columns[name] for sample in samples] for name in sorted(common)
-    }
-    columns["completion_ids"] = [sample.completion_token_ids for sample in samples]
-    columns["finish_reasons"] = [sample.finish_reason for sample in samples]
-    return columns
+def _take_columns(samples: Sequence[Sample], log: _Log) -> None:
+    for column, values in log.columns.items():
+        if len(values) != len(samples):
+            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {len(samples)} completions")
+        for sample, value in zip(samples, values, strict=True):
+            sample.logged[column] = value
