@@ -18,10 +18,6 @@ from safetensors.torch import load_file
 
 from rollout import LLM, SamplingParams
 from rollout.weights.receipt import parameters_fingerprint
-from rollout_trainers import Example
-from rollout_trainers.drafter import DrafterTrainer, DrafterTraining
-from rollout_trainers.fresh_heads import fresh_medusa
-from rollout_trainers.producer import RolloutProducer
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.rewards import math_verify_reward
 from rollout_trainers.tasks import make_task
@@ -72,18 +68,17 @@ def test_the_code_about_heads_runs(tiny_model: Callable[..., Path], tmp_path: Pa
     serving, training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
     model = tiny_model(tokenizer=True)
     names: dict[str, Any] = {"MODEL": str(model), "HEADS": str(make_medusa(tmp_path, num_heads=2)), "LLM": LLM}
-    names |= {"SamplingParams": SamplingParams, "fresh_medusa": fresh_medusa}
+    names |= {"SamplingParams": SamplingParams}
     exec(compile(serving, "speculation.md", "exec"), names)
     plain = LLM(model)
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=24)
     assert names["output"].outputs[0].token_ids == plain.generate("Once upon a time", params)[0].outputs[0].token_ids
-    samples = RolloutProducer(plain, 1.0, 12, seed=1).produce(1, [Example("Once upon a time")], 4)
-    names |= {"model": plain.collective_rpc(lambda worker: worker.model)[0], "samples": samples}
-    names |= {"DrafterTrainer": DrafterTrainer, "DrafterTraining": DrafterTraining}
     exec(compile(training, "speculation.md", "exec"), names)
     assert names["metrics"]["drafter/loss"] > 0
     sent = parameters_fingerprint(names["heads"].named_parameters(), torch.float32)
     assert names["llm"].verify().drafter_fingerprint == sent
+    saved = {"method": "medusa", "model": names["HEADS"], "num_speculative_tokens": 2}
+    assert LLM(model, speculative_config=saved).verify().drafter_fingerprint == sent
 
 
 def test_the_code_about_trees_runs(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

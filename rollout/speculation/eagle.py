@@ -68,7 +68,7 @@ class EagleConfig:
                 f"model={str(folder)!r} is not supported: it has {what}, as EAGLE-3 does, and method='eagle' is for "
                 "the layers of EAGLE and EAGLE-2"
             )
-        layer = _layer_of(folder)
+        layer = layer_of_folder(folder)
         if layer.num_hidden_layers != 1:
             raise ValueError(
                 f"num_hidden_layers={layer.num_hidden_layers} in {str(folder)!r} is not supported: it must be 1"
@@ -85,7 +85,7 @@ class EagleConfig:
         return cls(replace(layer, max_position_embeddings=longest), _has_bias(fields, tensors, folder))
 
 
-def _layer_of(folder: Path) -> LlamaConfig:
+def layer_of_folder(folder: Path) -> LlamaConfig:
     """The layer that a `config.json` describes. Raises `ValueError` naming the folder for one that cannot be."""
     config = read_config(folder)
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from rollout_trainers.config import OptimizerSection
 from rollout_trainers.drafter import DrafterTrainer, DrafterTraining, objective_of, sequences_of
 from rollout_trainers.fresh_heads import fresh_eagle, fresh_medusa, load_heads, save_heads
 from tests.support.drafters import eagle_reference, make_eagle, make_medusa, medusa_reference, target_features
+from tests.support.oracle import load_reference
 from tests.support.tiny import make_tiny_llama
 
 PROMPTS = [[7, 8, 9], [20, 21, 22, 23], [40, 50], [77]]
@@ -211,11 +214,11 @@ def test_heads_follow_a_policy_and_only_its_speed_suffers_where_they_do_not(
 def test_heads_that_were_saved_are_the_same_when_they_are_loaded(
     target: CausalLM, folder: Path, tmp_path: Path, method: str
 ) -> None:
-    heads = fresh_medusa(target, 2, 2) if method == "medusa" else fresh_eagle(target, folder, seed=3)
+    heads = fresh_medusa(target, 2, 2) if method == "medusa" else fresh_eagle(target, str(folder), seed=3)
     for parameter in heads.parameters():
         parameter.data += 0.01
-    save_heads(heads, tmp_path, folder)
-    loaded = dict(load_heads(tmp_path, target).named_parameters())
+    save_heads(heads, str(tmp_path), str(folder))
+    loaded = dict(load_heads(str(tmp_path), target).named_parameters())
     for name, parameter in heads.named_parameters():
         assert torch.equal(loaded.pop(name), parameter)
     assert not loaded
@@ -227,16 +230,98 @@ def test_heads_that_were_saved_are_the_same_when_they_are_loaded(
         ({"tokens_per_step": 0}, "tokens_per_step=0"),
         ({"tokens_per_step": 1.5}, "tokens_per_step=1.5"),
         ({"temperature": 0.0}, "temperature=0.0"),
+        ({"temperature": "1"}, "temperature='1'"),
+        ({"temperature": float("inf")}, "temperature=inf"),
         ({"head_decay": -1.0}, "head_decay=-1.0"),
+        ({"head_decay": 1.5}, "head_decay=1.5"),
+        ({"head_decay": None}, "head_decay=None"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": True}, "seed=True"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+        ({"optimizer": 1e-3}, "optimizer=0.001"),
         ({"token_weight": float("nan")}, "token_weight=nan"),
         ({"feature_noise": -0.1}, "feature_noise=-0.1"),
     ],
 )
-def test_what_is_not_valid_is_named(fields: dict[str, float], named: str) -> None:
+def test_what_is_not_valid_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        DrafterTraining(**fields)  # type: ignore[arg-type]
+        DrafterTraining(**fields)
 
 
 def test_other_modules_are_refused(target: CausalLM) -> None:
     with pytest.raises(ValueError, match="Linear is no drafter"):
         DrafterTrainer(torch.nn.Linear(2, 2), target)
+
+
+def test_targets_of_another_kind_are_refused(target: CausalLM, folder: Path) -> None:
+    other: Any = load_reference(folder)
+    for make in (
+        lambda: DrafterTrainer(fresh_medusa(target), other),
+        lambda: fresh_medusa(other),
+        lambda: fresh_eagle(other, folder),
+        lambda: load_heads(folder, other),
+    ):
+        with pytest.raises(ValueError, match=r"target is a LlamaForCausalLM: it must be a CausalLM of rollout\.models"):
+            make()
+
+
+def test_outputs_of_generate_are_learned_from_as_their_samples_are(llm: LLM, target: CausalLM) -> None:
+    params = SamplingParams(max_tokens=9, seed=4, ignore_eos=True, n=2)
+    outputs = llm.generate(PROMPTS, params)
+    one, other = (DrafterTrainer(fresh_medusa(target), target, PLAIN) for _ in range(2))
+    for _ in range(2):
+        assert one.learn(outputs) == other.learn(sampled(llm, params))
+    for (name, tensor), (_, wanted) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(tensor, wanted), name
+
+
+def test_forced_tokens_are_no_samples_of_the_policy(llm: LLM, target: CausalLM) -> None:
+    params = SamplingParams(max_tokens=9, seed=4, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[0]], replace(params, forced_token_ids=[11, 12, 13]))
+    assert output.outputs[0].num_forced_tokens == 3
+    (plain,) = llm.generate([[*PROMPTS[0], 11, 12, 13]], params)
+    sample = replace(plain.outputs[0], token_ids=output.outputs[0].token_ids[3:])
+    losses = [
+        DrafterTrainer(fresh_medusa(target), target, PLAIN).learn([one])
+        for one in (output, replace(plain, outputs=[sample]))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_what_cannot_be_learned_from_is_refused_and_nothing_moves(llm: LLM, target: CausalLM) -> None:
+    trainer = DrafterTrainer(fresh_medusa(target), target, PLAIN)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=9, seed=4, ignore_eos=True))
+    wrong: Any
+    for wrong, named in ((outputs[0].outputs, "CompletionOutput"), ([[1, 2, 3]], "list"), (["text"], "str")):
+        with pytest.raises(TypeError, match=f"{named} is nothing to learn from"):
+            trainer.learn(wrong)
+    with pytest.raises(ValueError, match="part of a stream"):
+        trainer.learn([replace(outputs[0], is_delta=True)])
+    for rate in (float("nan"), float("inf"), 0.0, -1e-3):
+        with pytest.raises(ValueError, match=rf"rate={rate} is not valid"):
+            trainer.learn(outputs, rate)
+    for name, tensor in trainer.named_parameters():
+        assert not tensor.any(), name  # as fresh heads are
+
+
+def test_heads_that_cannot_be_are_refused(target: CausalLM, folder: Path, tmp_path: Path) -> None:
+    for number in (0, -1, 1.5, True):
+        wrong: Any = number
+        with pytest.raises(ValueError, match=rf"medusa\.num_heads={number}"):
+            fresh_medusa(target, wrong)
+        with pytest.raises(ValueError, match=rf"medusa\.num_layers={number}"):
+            fresh_medusa(target, 2, wrong)
+    nowhere = tmp_path / "nowhere"
+    for make in (lambda: fresh_eagle(target, nowhere), lambda: load_heads(nowhere, target)):
+        with pytest.raises(ValueError, match=f"{nowhere}"):
+            make()
+    with pytest.raises(ValueError, match=f"{nowhere}"):
+        save_heads(fresh_eagle(target, folder), tmp_path / "heads", nowhere)
+    assert not (tmp_path / "heads").exists()
+    other = make_tiny_llama(nowhere, vocab_size=99)
+    with pytest.raises(ValueError, match=r"vocab_size=99 and hidden_size=64, and the target has \[131, 64\]"):
+        fresh_eagle(target, other)
+    linear: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Linear is no drafter that can be saved"):
+        save_heads(linear, tmp_path / "heads", folder)

@@ -21,10 +21,12 @@ from torch.nn import functional
 
 import rollout_kernels
 from rollout.models.causal_lm import CausalLM
+from rollout.outputs import RequestOutput
 from rollout.speculation.eagle import EagleModel
 from rollout.speculation.medusa import MedusaHeads
 from rollout.weights.names import DRAFTER_PREFIX
 from rollout.worker.batch import ForwardBatch
+from rollout_trainers.checks import check_integer, check_real, fail
 from rollout_trainers.config import OptimizerSection
 from rollout_trainers.optimizer import MasterAdamW
 from rollout_trainers.types import Sample
@@ -53,19 +55,39 @@ class DrafterTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens_per_step, bool) or not isinstance(self.tokens_per_step, int):
-            raise ValueError(f"tokens_per_step={self.tokens_per_step!r} is not valid: it must be an integer")
-        for name, low, is_open in (
-            ("tokens_per_step", 1, False),
-            ("temperature", 0, True),
-            ("head_decay", 0, True),
-            ("token_weight", 0, False),
-            ("feature_noise", 0, False),
-        ):
-            value = getattr(self, name)
-            if not np.isfinite(value) or value < low or (is_open and value == low):
-                bound = f"above {low}" if is_open else f"at least {low}"
-                raise ValueError(f"{name}={value!r} is not valid: it must be {bound}")
+        if not isinstance(self.optimizer, OptimizerSection):
+            fail("drafter", "optimizer", self.optimizer, "an OptimizerSection")
+        check_integer("drafter", "tokens_per_step", self.tokens_per_step, 1)
+        check_integer("drafter", "seed", self.seed, 0)
+        if self.seed >= 2**64:
+            fail("drafter", "seed", self.seed, "below 2^64")
+        for name in ("temperature", "head_decay"):
+            check_real("drafter", name, getattr(self, name), 0.0, open_low=True)
+        if self.head_decay > 1:
+            fail("drafter", "head_decay", self.head_decay, "at most 1")
+        for name in ("token_weight", "feature_noise"):
+            check_real("drafter", name, getattr(self, name), 0.0)
+
+
+class Tokens(Protocol):
+    """What is learned from: a prompt and what followed it, as token ids, and which of those the policy has sampled
+    (`loss_mask`, None for all). A `Sample` is one."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+
+    @property
+    def completion_token_ids(self) -> list[int]: ...
+
+    @property
+    def loss_mask(self) -> np.ndarray | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    loss_mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +114,7 @@ class Sequences:
 
 
 @torch.no_grad()
-def sequences_of(target: CausalLM, samples: Sequence[Sample]) -> Sequences:
+def sequences_of(target: CausalLM, samples: Sequence[Tokens]) -> Sequences:
     """The samples' whole sequences with the target's features, under its weights as they are."""
     lengths = [len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples]
     tokens = [token for sample in samples for token in (*sample.prompt_token_ids, *sample.completion_token_ids)]
@@ -104,7 +126,7 @@ def sequences_of(target: CausalLM, samples: Sequence[Sample]) -> Sequences:
     return Sequences(input_ids, positions, query_start, is_learned, features)
 
 
-def _is_policys(sample: Sample) -> torch.Tensor:
+def _is_policys(sample: Tokens) -> torch.Tensor:
     """bool [tokens of the whole sequence]: those that the policy has sampled."""
     own = np.ones(len(sample.completion_token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
     return torch.from_numpy(np.concatenate([np.zeros(len(sample.prompt_token_ids), np.bool_), own]))
@@ -211,6 +233,14 @@ def _some(places: torch.Tensor, most: int, generator: torch.Generator) -> torch.
     return places[torch.randperm(len(places), generator=generator)[:most].sort().values]
 
 
+def check_target(target: object) -> None:
+    """Raises `ValueError` for a model that is not the engine's own kind, which computes features."""
+    if not isinstance(target, CausalLM):
+        raise ValueError(
+            f"target is a {type(target).__name__}: it must be a CausalLM of rollout.models, as llm.shared_model() gives"
+        )
+
+
 def objective_of(module: nn.Module, target: CausalLM, config: DrafterTraining) -> Objective:
     """What these heads learn from. Raises `ValueError` for a module of another kind."""
     if isinstance(module, MedusaHeads):
@@ -218,6 +248,25 @@ def objective_of(module: nn.Module, target: CausalLM, config: DrafterTraining) -
     if isinstance(module, EagleModel):
         return EagleObjective(module, target, config)
     raise ValueError(f"{type(module).__name__} is no drafter that can be trained: MedusaHeads and EagleModel are")
+
+
+def _tokens_of(sample: Sample | RequestOutput) -> list[Tokens]:
+    if isinstance(sample, Sample):
+        return [sample]
+    if not isinstance(sample, RequestOutput):
+        raise TypeError(
+            f"{type(sample).__name__} is nothing to learn from: it must be a Sample, or a RequestOutput of llm.generate"
+        )
+    if sample.is_delta:
+        raise ValueError(
+            f"the output of {sample.request_id!r} is a part of a stream (DELTA): whole outputs are learned from"
+        )
+    return [
+        _Tokens(
+            sample.prompt_token_ids + one.token_ids[: one.num_forced_tokens], one.token_ids[one.num_forced_tokens :]
+        )
+        for one in sample.outputs
+    ]
 
 
 class DrafterTrainer:
@@ -229,19 +278,27 @@ class DrafterTrainer:
     """
 
     def __init__(self, module: nn.Module, target: CausalLM, config: DrafterTraining | None = None) -> None:
+        """Raises `ValueError` for a module that is no drafter, and for a target that is no `CausalLM`."""
+        check_target(target)
         self.config = DrafterTraining() if config is None else config
         self.module = module
         self.target = target
+        self._objective = objective_of(module, target, self.config)
         for parameter in module.parameters():
             parameter.requires_grad_(True)
-        self._objective = objective_of(module, target, self.config)
         self._optimizer = MasterAdamW(module.named_parameters(), self.config.optimizer)
         self._generator = torch.Generator().manual_seed(self.config.seed)
 
-    def learn(self, samples: Iterable[Sample], rate: float | None = None) -> dict[str, float]:
+    def learn(self, samples: Iterable[Sample | RequestOutput], rate: float | None = None) -> dict[str, float]:
         """One optimiser step at learning rate `rate` (the configured one); returns metrics, {} where the samples hold
-        nothing to learn from."""
-        chosen = self._choose(list(samples))
+        nothing to learn from.
+
+        `samples` are a trainer's, or outputs of `llm.generate`, of which each sample counts. Raises `TypeError` for
+        anything else, and `ValueError` for parts of a stream and for a rate that is no finite number above 0.
+        """
+        if rate is not None:
+            check_real("drafter", "rate", rate, 0.0, open_low=True)
+        chosen = self._choose([tokens for sample in samples for tokens in _tokens_of(sample)])
         if not chosen:
             return {}
         loss = self._objective.loss(sequences_of(self.target, chosen), self.config.tokens_per_step, self._generator)
@@ -251,14 +308,16 @@ class DrafterTrainer:
         norm = self._optimizer.step(self.config.optimizer.learning_rate if rate is None else rate)
         return {"drafter/loss": float(loss.value.detach()), "drafter/grad_norm": norm} | loss.metrics
 
-    def _choose(self, samples: list[Sample]) -> list[Sample]:
+    def _choose(self, samples: list[Tokens]) -> list[Tokens]:
         """Samples in random order, until they have `tokens_per_step` tokens."""
-        chosen: list[Sample] = []
+        chosen: list[Tokens] = []
         num_tokens = 0
         for index in torch.randperm(len(samples), generator=self._generator).tolist():
-            if samples[index].num_tokens and samples[index].prompt_token_ids:
-                chosen.append(samples[index])
-                num_tokens += samples[index].num_tokens
+            sample = samples[index]
+            num_own = int(_is_policys(sample).sum())
+            if num_own and sample.prompt_token_ids:
+                chosen.append(sample)
+                num_tokens += num_own
             if num_tokens >= self.config.tokens_per_step:
                 break
         return chosen
