@@ -27,7 +27,8 @@ def math_verify_reward(
     import math_verify  # type: ignore[import-not-found] - an optional part: only tasks that use it need it
 
     is_main = threading.current_thread() is threading.main_thread()
-    parse_limit, verify_limit = (_PARSE_SECONDS, _VERIFY_SECONDS) if is_main else (None, None)
+    parse_limit: Any = _PARSE_SECONDS if is_main else None  # None is right, though its type hint says int
+    verify_limit = _VERIFY_SECONDS if is_main else None
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
         gold = math_verify.parse(_in_dollars(expected), parsing_timeout=parse_limit)
