@@ -254,4 +254,4 @@ def test_it_raises_the_reward_and_its_critic_comes_to_expect_it(kind: tuple[str,
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
     gaps = [abs(row["critic/values/mean"] - row["critic/returns/mean"]) for row in rows]
-    assert max(gaps[-4:]) < gaps[0] / 2, gaps
+    assert sum(gaps[-4:]) / 4 < sum(gaps[:4]) / 8, gaps
