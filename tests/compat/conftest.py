@@ -19,9 +19,10 @@ def stand_in() -> Iterator[None]:
     rollout.compat.uninstall()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def nothing_of_a_process_group_is_left() -> Iterator[None]:
-    """TRL's trainers make one in colocate mode, of this process alone, and never end it."""
+    """TRL's trainers make one in colocate mode, of this process alone, and never end it; with what they leave in the
+    environment the next trainer would make another, at accelerate's fixed port."""
     before = dict(os.environ)
     yield
     if dist.is_initialized():
