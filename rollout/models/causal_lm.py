@@ -57,9 +57,8 @@ class CausalLM(nn.Module, ABC):
         """
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids: int64 [T] -> float32 [T, hidden], what the first layer gets. Only EAGLE's layer asks for it.
-
-        Raises `NotImplementedError` where the class has not said how."""
+        """input_ids: int64 [T] -> float32 [T, hidden], what the first layer gets. Only EAGLE's layer asks for it: it
+        refuses models that have not said how."""
         raise NotImplementedError(f"{type(self).__name__} has no `embed`, which method='eagle' needs")
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

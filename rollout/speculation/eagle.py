@@ -225,8 +225,13 @@ class EagleDrafter:
     needs_features = True
 
     def __init__(self, host: DrafterHost) -> None:
-        """Raises `ValueError` for a folder without a layer for the host's model."""
+        """Raises `ValueError` for a folder without a layer for the host's model, and for a model without `embed`."""
         assert host.speculative.model is not None
+        if type(host.model).embed is CausalLM.embed:
+            raise ValueError(
+                f"method='eagle' is not valid for {type(host.model).__name__}: it has no `embed` (see `CausalLM`); use "
+                "another method"
+            )
         self.distributions: dict[str, torch.Tensor] | None = None
         self.kv_caches: KVCaches = []
         self._host = host

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rollout import LLM, SamplingParams, SpeculativeConfig
 from rollout.core.schedule import DraftPlan, DraftSequence, ScheduledSequence, SchedulePlan
+from rollout.models.causal_lm import CausalLM
 from rollout.platform.platform import platform_for
 from rollout.speculation.eagle import EagleDrafter
 from rollout.speculation.features import FeatureCache, slots_per_block
@@ -201,3 +202,12 @@ def test_folders_without_heads_are_refused(folder: Path, tmp_path: Path) -> None
     nowhere = replace(host, speculative=SpeculativeConfig("eagle", model=str(tmp_path / "nowhere")))
     with pytest.raises(ValueError, match="it must be the folder"):
         EagleDrafter(nowhere)
+
+
+def test_a_model_that_does_not_say_how_it_embeds_has_no_eagle(folder: Path, tmp_path: Path) -> None:
+    engine = Engine(folder, 8, covers_all_tokens=True)
+    make_eagle(tmp_path)
+    other = type("Other", (type(engine.model),), {"embed": CausalLM.embed})
+    model = other.__new__(other)
+    with pytest.raises(ValueError, match="method='eagle' is not valid for Other: it has no `embed`"):
+        EagleDrafter(replace(engine.host("eagle", tmp_path, 2), model=model))

@@ -287,3 +287,6 @@ run(config_from_values(VALUES, sys.argv[1:]), reward_functions=[length_reward], 
 def test_a_run_needs_rewards_for_its_examples(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="reward_functions is empty"):
         run(configuration(model, tmp_path), train=TRAIN)
+    with_model = configuration(model, tmp_path, "reward_model.model=nowhere")
+    with pytest.raises(ValueError, match="nowhere"):  # of the reward model, which is enough
+        run(with_model, train=TRAIN)

@@ -108,8 +108,10 @@ def _resolve_task(
     if task is not None:
         return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions and environment is None:
-            raise ValueError("reward_functions is empty: give at least one with the training examples")
+        if not reward_functions and environment is None and config.reward_model.model is None:
+            raise ValueError(
+                "reward_functions is empty: give at least one with the training examples, or a reward_model"
+            )
         return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
     return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class StepResult(NamedTuple):
     done: bool = False
 
 
-class Environment:
+class Environment(ABC):
     """One episode's world: a fresh one is made for each. Gymnasium's `reset` and `step`, as coroutines.
 
         class Guess(Environment):
@@ -57,9 +58,9 @@ class Environment:
         """Begins the episode. Returns what the policy sees first: by default the example's prompt."""
         return example.prompt
 
+    @abstractmethod
     async def step(self, action: Action) -> StepResult:
         """Answers an action."""
-        raise NotImplementedError
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - many have nothing to give back
         """Called once at the end, however the episode ended."""
