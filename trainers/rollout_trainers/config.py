@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.loss_config import LossSection
@@ -272,6 +273,7 @@ class RunConfig:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
