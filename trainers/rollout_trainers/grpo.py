@@ -35,7 +35,7 @@ from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.rewards import TrainerState, score
 from rollout_trainers.tracking import Timers
@@ -51,7 +51,7 @@ class GRPOTrainer:
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
@@ -61,7 +61,7 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = MasterAdamW(policy.model.named_parameters(), config.optimizer)
+        self.optimizer = MasterAdamW(policy.named_parameters(), config.optimizer)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
@@ -284,7 +284,7 @@ class GRPOTrainer:
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified."""
         with self.engine.policy_update(version=version) as update:
-            update.load(self.policy.model.named_parameters())
+            self.policy.load_into(update)
         self.receipt = update.receipt
 
     def resume_engine(self) -> None:

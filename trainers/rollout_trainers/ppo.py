@@ -28,7 +28,7 @@ from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
 from rollout_trainers.types import Sample, Task
 
@@ -41,7 +41,7 @@ class PPOTrainer(GRPOTrainer):
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         critic: Critic,
         task: Task,
         config: RunConfig,
