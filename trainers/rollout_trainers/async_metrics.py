@@ -48,6 +48,7 @@ class RunLengths:
 
     num_samples: int = 0
     num_tokens: int = 0
+    num_counted: int = 0  # tokens, as of the last `count_new`
 
     def learn(self, samples: Sequence[Sample]) -> None:
         self.num_samples += len(samples)
@@ -72,8 +73,16 @@ class RunLengths:
             result["over_sampling/waiting_mean_length"] = sum(lengths) / len(lengths)
         return result
 
+    def count_new(self, waiting: Sequence[RequestOutput]) -> int:
+        """Tokens that were sampled since the last call."""
+        before = self.num_counted
+        on_their_way = sum(len(sample.token_ids) for output in waiting for sample in output.outputs)
+        self.num_counted = self.num_tokens + on_their_way
+        return self.num_counted - before
+
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_samples, self.num_tokens = state["num_samples"], state["num_tokens"]
+        self.num_counted = state["num_counted"]

@@ -24,11 +24,12 @@ from rollout.outputs import RequestOutput
 from rollout.prompts import encode_prompt
 from rollout.sampling_params import SamplingParams
 from rollout_trainers.async_metrics import RunLengths, staleness_metrics
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.config import RunConfig
 from rollout_trainers.group_state import output_from_plain, output_to_plain
 from rollout_trainers.producer import Engine, check_reproducible, derive_seed, samples_of, select_examples
 from rollout_trainers.staleness import Group, GroupBook
-from rollout_trainers.types import Example, Sample
+from rollout_trainers.types import Example, Sample, Task
 
 _SECONDS_TO_END = 60.0  # for the step that the engine is in; the thread does not keep the process alive
 
@@ -46,7 +47,18 @@ class StreamEngine(Engine, Protocol):
 
     def abort(self, request_ids: Any) -> None: ...
 
+    def sleep(self, level: int = 1, mode: Any = "abort") -> Any: ...
+
     def policy_update(self, version: int, *, in_flight: Any = "abort") -> Any: ...
+
+
+def check_task(section: AsynchronySection, task: Task) -> None:
+    """Raises `ValueError` for a task with an environment, whose episodes cannot be sampled in this way."""
+    if section.is_active and task.environment is not None:
+        raise ValueError(
+            f"asynchrony.mode={section.mode!r} is not valid: task {task.name!r} has an environment, and episodes are "
+            "only sampled in synchronous mode, without over_sampling or a budget"
+        )
 
 
 class GroupStream:
@@ -72,9 +84,7 @@ class GroupStream:
         self._running: dict[int, str] = {}  # the engine's ids of those that it has, by number
         self._numbers: dict[str, int] = {}  # their numbers, by the ids that their outputs will have
         self._ended: dict[int, RequestOutput] = {}  # by number
-        self._restored: dict[
-            int, RequestOutput
-        ] = {}  # a checkpoint's unfinished ones
+        self._restored: dict[int, RequestOutput] = {}  # a checkpoint's unfinished ones
         self._num_wanted = 0  # groups that the present step waits for beside its own
         self._is_spent = False  # the budget of the batch that is being sampled
         self._budget_began = (0.0, 0.0)  # engine's tokens, seconds of the clock
@@ -86,8 +96,8 @@ class GroupStream:
         self._idle_since: float | None = None  # the sampler's, while it has nothing to do
         self._trainer_idle = 0.0  # seconds since the last `metrics`, and so are the following
         self._sampler_idle = 0.0
+        self._sampling_seconds = 0.0  # where the sampler has no thread of its own
         self._measured_at = time.perf_counter()
-        self._measured_tokens = 0.0
         self._taken: list[Group] = []
 
     # What the trainer calls.
@@ -108,8 +118,10 @@ class GroupStream:
         else:
             if not is_further:
                 self._begin_budget()
+            started = time.perf_counter()
             while self._choose(step, count) is None:
                 self._advance()
+            self._sampling_seconds += time.perf_counter() - started
         with self._changed:
             numbers = self._choose(step, count)
             assert numbers is not None
@@ -140,37 +152,43 @@ class GroupStream:
                 self._changed.notify_all()
         return update.receipt
 
+    def sleep(self) -> Any:
+        """Gives the engine's KV pool back, where nothing is sampled meanwhile; unfinished samples go on afterwards.
+        Returns what was released."""
+        assert not self.section.samples_ahead, "an engine that samples meanwhile cannot sleep"
+        return self.engine.sleep(level=1, mode="recompute")
+
     def metrics(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """How stale a step's samples were, who has waited for whom since the last call, and what over-sampling does to
         the lengths that are learned from."""
         with self._turn, self._changed:
-            tokens = self.engine.get_metrics()["generation_tokens_total"]
-            waiting = self._on_their_way() if self.section.keeps_groups else {}
+            waiting = list(self._on_their_way().values())
             result = staleness_metrics(samples, self._taken, step)
             result |= {
                 "async/groups_waiting": len(self._ended),
                 "async/groups_in_flight": len(self.book.groups) - len(self._ended),
             }
             if self.section.keeps_groups:
-                result |= self.lengths.metrics(list(waiting.values()))
+                result |= self.lengths.metrics(waiting)
             if self.section.samples_ahead:
-                result |= self._idle_metrics(tokens)
-            self._taken = []
+                result |= self._idle_metrics()
+            num_sampled = self.lengths.count_new(waiting)
+            result["perf/gen_tokens_per_s"] = num_sampled / self._sampling_seconds if num_sampled else 0.0
+            self._sampling_seconds, self._taken = 0.0, []
         return result
 
-    def _idle_metrics(self, tokens: float) -> dict[str, float]:
+    def _idle_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
         if self._idle_since is not None:
             self._sampler_idle += now - self._idle_since
             self._idle_since = now
-        busy = max(now - self._measured_at - self._sampler_idle, 1e-9)
+        self._sampling_seconds = max(now - self._measured_at - self._sampler_idle, 1e-9)
         result = {
             "async/idle_seconds/trainer": self._trainer_idle,
             "async/idle_seconds/sampler": self._sampler_idle,
-            "perf/gen_tokens_per_s": (tokens - self._measured_tokens) / busy,
         }
         self._trainer_idle = self._sampler_idle = 0.0
-        self._measured_at, self._measured_tokens = now, tokens
+        self._measured_at = now
         return result
 
     def _on_their_way(self) -> dict[int, RequestOutput]:

@@ -298,8 +298,29 @@ class RunConfig:
             )
         self._check_loss()
         self._check_critic()
+        self._check_asynchrony()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_asynchrony(self) -> None:
+        asynchrony, engine = self.asynchrony, self.engine
+        if not asynchrony.is_active:
+            return
+        if engine.memory_budget is not None:
+            why = "samples stay in the KV pool, which then cannot change"
+            fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")
+        if engine.sleep and asynchrony.samples_ahead:
+            why = "the engine samples while the trainer learns"
+            fail("engine", "sleep", True, f"false with asynchrony.mode {asynchrony.mode!r}: {why}")
+        if engine.sleep and asynchrony.held_cache_mode == "keep":
+            fail("asynchrony", "held_cache", "keep", "'recompute' with engine.sleep, which gives the KV pool back")
+        is_corrected = self.algorithm.recompute_logprobs and self.loss.importance_level != "none"
+        if self.loss.surrogate == "log_probability" and not is_corrected:
+            fail(
+                *("loss", "surrogate", self.loss.surrogate),
+                "'clipped' or 'cispo' with asynchrony, or algorithm.recompute_logprobs true with a loss.correction: "
+                "without a ratio the gradient would be that of older policies",
+            )
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):

@@ -22,8 +22,9 @@ import torch
 from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
 from rollout.platform.platform import platform_for
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.config import RunConfig
-from rollout_trainers.corrections import correction_metrics, importance_weights, measure_mismatch
+from rollout_trainers.corrections import Mismatch, correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
@@ -45,7 +46,8 @@ from rollout_trainers.types import Sample, Task
 class GRPOTrainer:
     """Trains `policy` on `task` with samples of `producer`'s engine, one `step()` at a time. Steps count from 1.
 
-    With a `treaty` the engine's KV pool is sized by what the steps before have needed.
+    With a `treaty` the engine's KV pool is sized by what the steps before have needed. With a `stream` the step's
+    groups come from there, and the engine may sample while the policy learns.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class GRPOTrainer:
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
+        self.stream = stream
+        self.version = 0  # of the policy as it is between steps
         self.producer = producer
         self.engine = producer.engine
         self.policy = policy
@@ -113,6 +118,8 @@ class GRPOTrainer:
             metrics |= sampled.metrics(group_size)
         metrics |= episode_metrics(samples) | {name: float(np.mean(each)) for name, each in self.reward_metrics.items()}
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
+        if self.stream is not None:
+            metrics |= self.stream.metrics(samples, step)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
         metrics |= memory_metrics(self.memory, self.plan)
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
@@ -149,11 +156,15 @@ class GRPOTrainer:
     def rollouts(self, step: int) -> list[Sample]:
         """The step's groups, group after group."""
         algorithm = self.config.algorithm
+        if self.stream is not None:
+            return self.stream.take(step, algorithm.prompts_per_step)
         examples = select_examples(self.task.train, step, algorithm.prompts_per_step, self.config.seed)
         return self.producer.produce(step, examples, algorithm.group_size)
 
     def further_rollouts(self, step: int, place: int, count: int) -> list[Sample]:
         """`count` groups of further prompts, where the step has `place` groups already."""
+        if self.stream is not None:
+            return self.stream.take(step, count, place)
         algorithm, train = self.config.algorithm, self.task.train
         per_step, seed = algorithm.prompts_per_step, self.config.seed
         examples = select_further_examples(train, step, per_step, place - per_step, count, seed)
@@ -208,9 +219,7 @@ class GRPOTrainer:
         weighs the samples accordingly."""
         loss = self.loss
         logprobs = [self.policy.frozen_logprobs(batch) for batch in batches]
-        statistics.mismatch += [
-            measure_mismatch(ours, batch.sampler_logprobs) for ours, batch in zip(logprobs, batches, strict=True)
-        ]
+        statistics.mismatch += [self.mismatch(ours, batch) for ours, batch in zip(logprobs, batches, strict=True)]
         weighed = []
         for sample, part in by_sample(samples, batches, logprobs):
             importance = importance_weights(part, sample.sampled_logprobs, loss)
@@ -255,10 +264,18 @@ class GRPOTrainer:
         """A micro-batch's share of the policy's loss, from its `hidden` states [C, hidden]."""
         logprobs, entropy = self.policy.token_logprobs(hidden, batch)  # [C] each
         if statistics.num_updates == 0 and not self.config.algorithm.recompute_logprobs:
-            statistics.mismatch.append(measure_mismatch(logprobs, batch.sampler_logprobs))
+            statistics.mismatch.append(self.mismatch(logprobs, batch))
         micro = micro_batch_loss(logprobs, entropy, batch, denominators, self.loss)
         statistics.add(batch, micro)
         return micro
+
+    def mismatch(self, logprobs: torch.Tensor, batch: PackedBatch) -> Mismatch:
+        """How far `logprobs` [C] under the policy as it is are from the sampler's, over the sequences that it has
+        sampled: those of older policies differ because the policy has moved."""
+        if self.stream is None:
+            return measure_mismatch(logprobs, batch.sampler_logprobs)
+        own = (batch.oldest_versions == self.version).repeat_interleave(batch.lengths)  # [C]
+        return measure_mismatch(logprobs[own], batch.sampler_logprobs[own])
 
     def examine_mismatch(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Asks the engine why the logprobs differ, while its weights are still those that sampled.
@@ -269,9 +286,10 @@ class GRPOTrainer:
         if not self.watch.is_due(step, mismatch):
             return
         released = self.released_bytes
+        own = [sample for sample in samples if sample.oldest_version == self.version]
         self.resume_engine()
         temperature, budget = self.config.sampling.temperature, self.config.algorithm.micro_batch_tokens
-        self.finding = examine(self.engine, self.policy, samples, temperature, budget, step, mismatch)
+        self.finding = examine(self.engine, self.policy, own, temperature, budget, step, mismatch)
         self.watch.learn(self.finding)
         self.suspend_engine()
         self.released_bytes = released
@@ -279,17 +297,27 @@ class GRPOTrainer:
     def suspend_engine(self) -> None:
         """Gives the KV pool's memory to the training phase, where the recipe wants that."""
         if self.config.engine.sleep:
-            self.released_bytes = self.engine.sleep(level=1).total_released
+            released = self.engine.sleep(level=1) if self.stream is None else self.stream.sleep()
+            self.released_bytes = released.total_released
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified."""
-        with self.engine.policy_update(version=version) as update:
-            self.policy.load_into(update)
-        self.receipt = update.receipt
+        if self.stream is not None:
+            self.receipt = self.stream.update(version, self.policy.load_into)
+        else:
+            with self.engine.policy_update(version=version) as update:
+                self.policy.load_into(update)
+            self.receipt = update.receipt
+        self.version = version
 
     def resume_engine(self) -> None:
         if self.config.engine.sleep:
             self.engine.wake_up()
+
+    def close(self) -> None:
+        """Ends what runs beside the trainer. May be called twice."""
+        if self.stream is not None:
+            self.stream.close()
 
     def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
         """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be

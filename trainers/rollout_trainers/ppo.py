@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rollout.memory_treaty import MemoryTreaty
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.config import OptimizerSection, RunConfig
 from rollout_trainers.critic import Critic
 from rollout_trainers.critic_metrics import CriticStatistics
@@ -46,13 +47,14 @@ class PPOTrainer(GRPOTrainer):
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
         self.critic_optimizer = MasterAdamW(critic.named_parameters(), self.critic_section)
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
-        super().__init__(producer, policy, task, config, treaty)  # last: it shares out the memory that is left
+        super().__init__(producer, policy, task, config, treaty, stream)  # last: it shares out the memory that is left
 
     @property
     def optimizers(self) -> dict[str, MasterAdamW]:
