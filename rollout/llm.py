@@ -207,8 +207,8 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[str]:
         """Queues what `resume` would run, and returns an id for each output at once, as `enqueue` does. The whole
-        output that `step` or `wait_for_completion` returns has the request id of the output that was given, so that it
-        is told apart by that: give outputs ids of your own (`dataclasses.replace`).
+        output that `step` or `wait_for_completion` returns has the request id of the output that was given, and `abort`
+        knows it by that, too: give outputs ids of your own (`dataclasses.replace`).
 
         Raises as `resume` does, and `ValueError` for an output in which no sample is unfinished.
         """

@@ -233,9 +233,9 @@ class GroupStream:
         if self._thread is not None:
             self._thread.join(_SECONDS_TO_END)
         if self._running and (self._thread is None or not self._thread.is_alive()):
-            ids, self._running, self._numbers = list(self._running.values()), {}, {}
-            self.engine.abort(ids)
-            self.engine.step(ids)  # takes them away; what has ended needs no step
+            self.engine.abort(list(self._numbers))
+            self.engine.step(list(self._running.values()))  # takes them away; what has ended needs no step
+            self._running, self._numbers = {}, {}
 
     def _choose(self, step: int, count: int) -> list[int] | None:
         return self.book.choose(step, count, may_be_fewer=self._is_spent)
