@@ -139,7 +139,8 @@ def test_a_step_ahead_each_batch_is_of_the_policy_before_the_last(
 
 
 def test_the_first_batch_is_that_of_synchronous_training_bit_for_bit(folders: list[Path], streams: list[GroupStream]):
-    for asynchrony in ({"mode": "one_step_off"}, {"mode": "in_flight"}, {"step_tokens": 1000}):
+    cases: list[dict[str, Any]] = [{"mode": "one_step_off"}, {"mode": "in_flight"}, {"step_tokens": 1000}]
+    for asynchrony in cases:
         config = configuration(**asynchrony)
         ours = make_stream(folders[0], config, streams).take(1, 2)
         theirs = plain_samples(folders[0], config, 1)
