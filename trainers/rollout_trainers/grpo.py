@@ -13,15 +13,19 @@ verifies what is there, and makes everything that was computed from the old weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
+from rollout.models.pretrained import resolve_model
 from rollout.platform.platform import platform_for
+from rollout_trainers.checkpoint import MODEL_FOLDER, load_trainer_state, save_model, save_trainer_state
 from rollout_trainers.config import RunConfig
 from rollout_trainers.corrections import correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
@@ -86,6 +90,33 @@ class GRPOTrainer:
     def optimizers(self) -> dict[str, MasterAdamW]:
         """By their names in checkpoints."""
         return {"optimizer": self.optimizer}
+
+    def save(self, folder: Path) -> None:
+        """Writes the policy, and what the training needs to go on, into the folder of a checkpoint."""
+        self.save_policy(folder / MODEL_FOLDER)
+        save_trainer_state(folder, self.optimizers, self.state_dict())
+
+    def save_policy(self, folder: Path) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        save_model(folder, self.policy.model.named_parameters(), resolve_model(self.config.model))
+
+    def restore(self, folder: Path, step: int) -> None:
+        """Goes on from a checkpoint, which is of `step`: its weights are the engine's policy of that version."""
+        self.load_state_dict(load_trainer_state(folder, self.optimizers))
+        self.update_engine(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the steps so far have changed, beside weights and optimisers; plain values."""
+        return {
+            "num_tokens": self.num_tokens,
+            "kl_coefficient": self.kl_control.coefficient,
+            "watch": self.watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_tokens = state["num_tokens"]
+        self.kl_control.coefficient = state["kl_coefficient"]
+        self.watch.load_state_dict(state["watch"])
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples and metrics."""

@@ -15,13 +15,15 @@ from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
+from rollout_trainers.durable import exclusive, remove_leftovers
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
+from rollout_trainers.evaluation import EVALUATION_PREFIX
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.recipe import load_recipe
-from rollout_trainers.resume import find_checkpoint, run_settings
+from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.tasks import make_task
@@ -67,18 +69,31 @@ def run(
     own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
 
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints.
+    checkpoints or in which another run is going on.
     """
     started = time.perf_counter()
     task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     task = _with_reward_model(task, config.reward_model)
-    checkpoint = find_checkpoint(config, run_settings(config, task))
-    progress = ProgressLine(config.steps)
-    progress.say(f"{config.name}: loading {config.model}")
-    engine = _make_engine(config)
-    session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
-    session.train()
-    return session.finish(started)
+    _check_evaluated(config, task)
+    directory = Path(config.output_dir)
+    with exclusive(directory):
+        for folder in (directory, directory / CHECKPOINTS):
+            remove_leftovers(folder)
+        checkpoint = find_checkpoint(config, run_settings(config, task))
+        progress = ProgressLine(config.steps)
+        progress.say(f"{config.name}: loading {config.model}")
+        engine = _make_engine(config)
+        session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
+        session.train()
+        return session.finish(started)
+
+
+def _check_evaluated(config: RunConfig, task: Task) -> None:
+    """Raises `ValueError` for a metric of evaluations that there will not be."""
+    watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
+    for field, metric in watched.items():
+        if metric is not None and metric.startswith(EVALUATION_PREFIX) and not task.evaluation:
+            raise ValueError(f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation")
 
 
 def _resolve_task(
