@@ -43,7 +43,7 @@ from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.rewards import TrainerState, score
@@ -61,7 +61,7 @@ class GRPOTrainer:
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
@@ -73,7 +73,7 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = MasterAdamW(policy.model.named_parameters(), config.optimizer)
+        self.optimizer = MasterAdamW(policy.named_parameters(), config.optimizer)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
@@ -348,7 +348,7 @@ class GRPOTrainer:
 
     def _update_engine(self, version: int) -> None:
         with self.engine.policy_update(version=version) as update:
-            update.load(self.policy.model.named_parameters())
+            self.policy.load_into(update)
         self.receipt = update.receipt
         check_same_policy(self.ranks, update.receipt)
 

@@ -29,7 +29,7 @@ from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.types import Sample, Task
@@ -43,7 +43,7 @@ class PPOTrainer(GRPOTrainer):
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         critic: Critic,
         task: Task,
         config: RunConfig,
