@@ -13,7 +13,6 @@ Nothing of this is ever half-written under these names (`durable.py`). What a co
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -21,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rollout_trainers.durable import new_folder, put_link, remove_folder
 from rollout_trainers.optimizer import MasterAdamW
+from rollout_trainers.random_states import random_states, set_random_states
 
 MODEL_FOLDER = "model"  # of a checkpoint, and of a run
 BEST_LINK = "best"
@@ -58,7 +58,15 @@ def save_model(folder: Path, named_parameters: Iterable[tuple[str, torch.Tensor]
     }
     copy_model_files(source, folder)
     set_dtype(folder, max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors")
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes a file of safetensors as transformers has them. Raises `OSError` where that is not possible."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name} cannot be written: {error}") from error
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
@@ -164,9 +172,16 @@ def read_state(folder: Path) -> Restored:
 def save_trainer_state(
     folder: Path, optimizers: Mapping[str, MasterAdamW], state: Mapping[str, Any], rank: int = 0
 ) -> None:
-    """Writes a rank's own file: its optimisers by name, its random states, and `state`, of plain values and tensors."""
+    """Writes a rank's own file: its optimisers by name, its random states, and `state`, of plain values and tensors.
+
+    Raises `OSError` where that is not possible.
+    """
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    torch.save({"optimizers": states, "trainer": dict(state), "random": _random_states()}, _rank_file(folder, rank))
+    path = _rank_file(folder, rank)
+    try:
+        torch.save({"optimizers": states, "trainer": dict(state), "random": random_states()}, path)
+    except RuntimeError as error:  # of a full disk, torch says "unexpected pos"
+        raise OSError(f"{path.name} cannot be written (is the disk full?): {str(error).splitlines()[0]}") from error
 
 
 def load_trainer_state(folder: Path, optimizers: Mapping[str, MasterAdamW], rank: int = 0) -> dict[str, Any]:
@@ -182,31 +197,9 @@ def load_trainer_state(folder: Path, optimizers: Mapping[str, MasterAdamW], rank
         raise ValueError(f"{folder} has the optimisers {sorted(saved['optimizers'])}, not {sorted(optimizers)}")
     for name, optimizer in optimizers.items():
         optimizer.load_state_dict(saved["optimizers"][name])
-    _set_random_states(saved["random"])
+    set_random_states(saved["random"])
     return saved["trainer"]
 
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / ("trainer.pt" if rank == 0 else f"trainer-rank-{rank}.pt")
-
-
-def _random_states() -> dict[str, Any]:
-    """Of the generators that reward functions may use; rollouts and data order depend on (seed, step) alone."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    inner = numpy_state["state"]
-    plain = {**numpy_state, "state": {"key": torch.from_numpy(inner["key"].astype(np.int64)), "pos": inner["pos"]}}
-    states = {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state()}
-    return {**states, "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    inner = states["numpy"]["state"]
-    np.random.set_state(
-        {**states["numpy"], "state": {"key": inner["key"].numpy().astype(np.uint32), "pos": inner["pos"]}}
-    )
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"].clone())
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    for device, state in zip(devices, states["cuda"], strict=False):  # a machine may have more of them, or fewer
-        torch.cuda.set_rng_state(state.clone(), device)

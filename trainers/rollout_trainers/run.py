@@ -15,15 +15,15 @@ from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
-from rollout_trainers.durable import exclusive, remove_leftovers
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import EVALUATION_PREFIX
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
+from rollout_trainers.random_states import seed_generators
 from rollout_trainers.recipe import load_recipe
-from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
+from rollout_trainers.resume import open_run, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.tasks import make_task
@@ -75,13 +75,10 @@ def run(
     task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     task = _with_reward_model(task, config.reward_model)
     _check_evaluated(config, task)
-    directory = Path(config.output_dir)
-    with exclusive(directory):
-        for folder in (directory, directory / CHECKPOINTS):
-            remove_leftovers(folder)
-        checkpoint = find_checkpoint(config, run_settings(config, task))
+    with open_run(config, run_settings(config, task)) as checkpoint:
         progress = ProgressLine(config.steps)
         progress.say(f"{config.name}: loading {config.model}")
+        seed_generators(derive_seed(config.seed, "generators"))
         engine = _make_engine(config)
         session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
         session.train()
@@ -166,9 +163,9 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     return GRPOTrainer(producer, policy, task, config, treaty)
 
 
-def _make_critic(config: RunConfig, policy: SharedPolicy) -> Critic:
-    section, output, seed = config.critic, policy.model.output_weight, derive_seed(config.seed, "critic")
+def _make_critic(config: RunConfig, policy: Policy) -> Critic:
+    section, seed = config.critic, derive_seed(config.seed, "critic")
     if section.kind == "value_head":
-        return ValueHead(policy.model, section.policy_gradient, seed)
+        return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, output.shape[0], config.engine.dtype, seed, output.device)
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)
