@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollout_trainers.config import RunConfig
 from rollout_trainers.recipe import config_from_values
@@ -120,6 +121,33 @@ def test_other_algorithms_run_ahead_as_well(mode: str, option: str, model: Path,
     assert all(row["grad_norm"] > 0 for row in rows)
     if option == "loss.algorithm=dapo":
         assert all(row["dynamic_sampling/groups_sampled"] >= 2 for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["one step off", "one step off, over-sampled", "in flight", "over-sampled"])
+def test_a_resumed_run_goes_on_with_what_was_on_its_way(mode: str, model: Path, tmp_path: Path):
+    """Where the clock has no say, it is the unbroken run: a step ahead, and with over-sampling."""
+    options = ("steps=6", "checkpoint.every=2", *MODES[mode])
+    unbroken = train(model, tmp_path / "unbroken", *options)
+    left = iter(range(5))
+
+    def interrupted(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        if next(left, None) is None:  # in step 4 or 5
+            raise KeyboardInterrupt
+        return share_of_low_ids(prompts, completions, completion_ids)
+
+    interrupted.__name__ = share_of_low_ids.__name__  # the rewards are a setting of the run
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path / "broken", *options, reward=interrupted)
+    assert len(list((tmp_path / "broken" / "checkpoints").glob("step-*"))) >= 1
+    resumed = train(model, tmp_path / "broken", *options, "resume=true")
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    assert all(row["staleness/max"] <= BOUNDS.get(mode, 2) for row in resumed)
+    assert resumed[-1]["async/groups_waiting"] == resumed[-1]["async/groups_in_flight"] == 0
+    if mode != "in flight":
+        kept = ("reward", "loss", "grad_norm", "entropy", "num_tokens", "staleness/mean", "async/steps_waited/mean")
+        assert [[row[name] for name in kept] for row in resumed] == [[row[name] for name in kept] for row in unbroken]
+        ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("broken", "unbroken"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("mode", ["one step off", "in flight"])

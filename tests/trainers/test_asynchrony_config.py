@@ -93,3 +93,5 @@ def test_a_task_with_an_environment_is_refused_unless_sampler_and_trainer_take_t
     check_task(AsynchronySection(), task)
     with pytest.raises(ValueError, match=r"asynchrony\.mode='one_step_off' .* task 'turns' has an environment"):
         check_task(AsynchronySection(mode="one_step_off"), task)
+    with pytest.raises(ValueError, match=r"asynchrony\.step_tokens=9 .* task 'turns' has an environment"):
+        check_task(AsynchronySection(step_tokens=9), task)

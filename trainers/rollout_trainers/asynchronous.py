@@ -55,10 +55,7 @@ class StreamEngine(Engine, Protocol):
 def check_task(section: AsynchronySection, task: Task) -> None:
     """Raises `ValueError` for a task with an environment, whose episodes cannot be sampled in this way."""
     if section.is_active and task.environment is not None:
-        raise ValueError(
-            f"asynchrony.mode={section.mode!r} is not valid: task {task.name!r} has an environment, and episodes are "
-            "only sampled in synchronous mode, without over_sampling or a budget"
-        )
+        section.refuse(f"left out: task {task.name!r} has an environment, and episodes are sampled in synchronous mode")
 
 
 class GroupStream:

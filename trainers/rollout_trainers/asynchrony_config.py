@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from rollout_trainers.checks import check_choice, check_integer, check_real, fail
 
@@ -97,6 +97,13 @@ class AsynchronySection:
         if self.over_sampling is None:
             return None if self.mode == "in_flight" else 0
         return math.ceil(self.over_sampling * groups_per_step)
+
+    def refuse(self, valid: str) -> NoReturn:
+        """Raises the `ValueError` that says what else there may be: of the choice that makes sampling other than plain
+        synchronous."""
+        chosen = [name for name in ("over_sampling", "step_tokens", "step_seconds") if getattr(self, name)]
+        name = "mode" if self.samples_ahead else chosen[0]
+        fail("asynchrony", name, getattr(self, name), valid)
 
     def _check_staleness(self) -> None:
         least = int(self.samples_ahead) + int(self.keeps_groups and self.mode != "in_flight")

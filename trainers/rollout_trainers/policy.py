@@ -29,11 +29,13 @@ class Policy(Protocol):
     """A causal language model that is trained, and how its weights come to the engine that samples.
 
     `is_exact` says whether its logprobs are the sampler's, bit for bit; where they are not, the trainer recomputes the
-    old ones and corrects for the difference (`algorithm.recompute_logprobs`).
+    old ones and corrects for the difference (`algorithm.recompute_logprobs`). `is_collective` says whether its passes
+    wait for those of other ranks, which then make as many.
     """
 
     temperature: float
     is_exact: bool
+    is_collective: bool
 
     @property
     def model(self) -> nn.Module: ...  # what is trained
@@ -95,6 +97,7 @@ class SharedPolicy:
     """
 
     is_exact = True
+    is_collective = False
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +20,15 @@ from rollout_trainers.asynchronous import GroupStream, check_task
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
+from rollout_trainers.evaluation import EVALUATION_PREFIX
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.own_model import load_own_model
 from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
+from rollout_trainers.random_states import seed_generators
 from rollout_trainers.recipe import load_recipe
-from rollout_trainers.resume import find_checkpoint, run_settings
+from rollout_trainers.resume import open_run, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.tasks import make_task
@@ -71,23 +74,31 @@ def run(
     own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
 
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints.
+    checkpoints or in which another run is going on.
     """
     started = time.perf_counter()
     task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     check_task(config.asynchrony, task)
     task = _with_reward_model(task, config.reward_model)
-    checkpoint = find_checkpoint(config, run_settings(config, task))
-    progress = ProgressLine(config.steps)
-    progress.say(f"{config.name}: loading {config.model}")
-    engine = _make_engine(config)
-    trainer = _make_trainer(config, engine, task)
-    try:
-        session = Session(config, trainer, progress, checkpoint)
-        session.train()
-        return session.finish(started)
-    finally:
-        trainer.close()
+    _check_evaluated(config, task)
+    with open_run(config, run_settings(config, task)) as checkpoint:
+        progress = ProgressLine(config.steps)
+        progress.say(f"{config.name}: loading {config.model}")
+        seed_generators(derive_seed(config.seed, "generators"))
+        engine = _make_engine(config)
+        trainer = _make_trainer(config, engine, task)
+        with closing(trainer):
+            session = Session(config, trainer, progress, checkpoint)
+            session.train()
+            return session.finish(started)
+
+
+def _check_evaluated(config: RunConfig, task: Task) -> None:
+    """Raises `ValueError` for a metric of evaluations that there will not be."""
+    watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
+    for field, metric in watched.items():
+        if metric is not None and metric.startswith(EVALUATION_PREFIX) and not task.evaluation:
+            raise ValueError(f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation")
 
 
 def _resolve_task(
@@ -157,8 +168,8 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty, stream)
-    return GRPOTrainer(producer, policy, task, config, treaty, stream)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, stream=stream)
+    return GRPOTrainer(producer, policy, task, config, treaty, stream=stream)
 
 
 def _policy_model(config: RunConfig, engine: LLM) -> CausalLM:
