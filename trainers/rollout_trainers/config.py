@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rollout.config import parse_bytes
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
+from rollout_trainers.distributed_config import DistributedSection
 from rollout_trainers.loss_config import LossSection
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -276,6 +277,7 @@ class RunConfig:
     critic: CriticSection = field(default_factory=CriticSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    distributed: DistributedSection = field(default_factory=DistributedSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)

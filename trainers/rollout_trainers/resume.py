@@ -22,6 +22,7 @@ _FREE = {
     "resume",
     "checkpoint",
     "tracking",
+    "distributed",
     "evaluation.every",
     "algorithm.micro_batch_tokens",
     "engine.device",
