@@ -43,6 +43,7 @@ from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
+from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.ranks import Ranks
@@ -267,11 +268,10 @@ class GRPOTrainer:
         statistics.correction = correction_metrics(everyones, loss.importance_cap)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """All samples with a completion token, in micro-batches.
-
-        As many on every rank where passes of the policy are collective: those that teach nothing fill up.
-        """
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        """All samples with a completion token, in parts that the policy takes one at a time. Where its passes are
+        collective there are as many on every rank, some of which may teach nothing."""
+        in_parts = padded_micro_batches if self.policy.is_padded else pack_micro_batches
+        batches = in_parts(samples, self.config.algorithm.micro_batch_tokens)
         if self.policy.is_collective:
             batches += [PackedBatch.filler()] * (self.ranks.most(len(batches)) - len(batches))
         return batches

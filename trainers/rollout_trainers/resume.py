@@ -32,6 +32,8 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "policy.gradient_checkpointing",
+    "policy.offload",
     "environment.max_concurrent",
 }
 

@@ -18,7 +18,8 @@ from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.launch import joined
-from rollout_trainers.policy import Policy, SharedPolicy
+from rollout_trainers.make_policy import make_policy
+from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.ranks import Ranks
@@ -159,7 +160,7 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
     """PPO's where there is a critic."""
     producer = _make_producer(config, engine, task)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     treaty = None
     if config.engine.memory_budget is not None:
