@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rollout_trainers.optimizer import MasterAdamW
+from rollout_trainers.optimizer import Optimizer
 
 _STEP = re.compile(r"step-(\d{6,})")
 _MODEL_FILES = (".json", ".jinja", ".model", ".txt")  # configuration and tokenizer; never weights
@@ -56,7 +56,7 @@ def save_checkpoint(
     root: Path,
     step: int,
     save_policy: Callable[[Path], None],
-    optimizers: Mapping[str, MasterAdamW],
+    optimizers: Mapping[str, Optimizer],
     notes: Mapping[str, Any],
     keep: int,
 ) -> Path:
@@ -88,7 +88,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def load_checkpoint(folder: Path, optimizers: Mapping[str, MasterAdamW]) -> Restored:
+def load_checkpoint(folder: Path, optimizers: Mapping[str, Optimizer]) -> Restored:
     """Restores the optimisers, their parameters (from the masters) and the random states.
 
     Raises `ValueError` if the checkpoint's optimisers or parameters are others.

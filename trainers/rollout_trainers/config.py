@@ -299,6 +299,7 @@ class RunConfig:
                 "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
             )
         self._check_policy()
+        self._check_distributed()
         self._check_loss()
         self._check_critic()
         if self.optimizer.warmup_steps > self.steps:
@@ -316,6 +317,17 @@ class RunConfig:
             fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
         if policy.offload and not self.engine.sleep:
             fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
+
+    def _check_distributed(self) -> None:
+        kind, policy = self.distributed.kind, self.policy
+        if not self.distributed.is_sharded:
+            return
+        if policy.kind != "transformers":
+            fail("policy", "kind", policy.kind, f"'transformers' with distributed.kind {kind!r}")
+        if policy.offload:
+            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose library holds the optimiser")
+        if self.loss.uses_critic:
+            fail("loss", "baseline", self.loss.baseline, f"none of a critic with distributed.kind {kind!r}: use 'ddp'")
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):

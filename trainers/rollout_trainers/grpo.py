@@ -41,7 +41,7 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
@@ -67,6 +67,7 @@ class GRPOTrainer:
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.producer = producer
@@ -74,7 +75,9 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = make_optimizer(policy.named_parameters(), config.optimizer, self.ranks, "optimizer")
+        self.optimizer = optimizer or make_optimizer(
+            policy.named_parameters(), config.optimizer, self.ranks, "optimizer"
+        )
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
@@ -96,7 +99,7 @@ class GRPOTrainer:
         return replace(self.config.loss, kl_coefficient=self.kl_control.coefficient)
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         """By their names in checkpoints."""
         return {"optimizer": self.optimizer}
 

@@ -27,7 +27,7 @@ from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
@@ -59,7 +59,7 @@ class PPOTrainer(GRPOTrainer):
         super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         return {**super().optimizers, "critic": self.critic_optimizer}
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:

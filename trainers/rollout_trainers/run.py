@@ -27,8 +27,10 @@ from rollout_trainers.recipe import load_recipe
 from rollout_trainers.resume import find_checkpoint, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
+from rollout_trainers.sharded import shard_policy
 from rollout_trainers.tasks import make_task
 from rollout_trainers.tracking import ProgressLine
+from rollout_trainers.transformers_policy import TransformersPolicy
 from rollout_trainers.types import Example, RewardFunction, Task
 
 
@@ -167,7 +169,10 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> G
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
         return PPOTrainer(producer, policy, critic, task, config, treaty, ranks)
-    return GRPOTrainer(producer, policy, task, config, treaty, ranks)
+    optimizer = None
+    if isinstance(policy, TransformersPolicy) and config.distributed.is_sharded:
+        optimizer = shard_policy(policy, config, ranks)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:
