@@ -52,8 +52,7 @@ class PPOTrainer(GRPOTrainer):
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
-        ranks = ranks or Ranks()
-        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks, "critic")
+        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks or Ranks())
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
         super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left
