@@ -35,6 +35,7 @@ from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
+from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.rewards import TrainerState, score
@@ -193,7 +194,7 @@ class GRPOTrainer:
     def freeze_logprobs(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Logprobs that stay as they are through the step's updates: the old ones, with the weights that correct for
         a sampler that is not the trainer, and the reference's."""
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        batches = self.micro_batches(samples)
         if self.config.algorithm.recompute_logprobs:
             self.recompute_logprobs(samples, batches, statistics)
         if self.loss.uses_kl:
@@ -230,7 +231,7 @@ class GRPOTrainer:
             normalizer=loss.loss_normalizer or self.producer.max_completion_tokens,
         )
         moving = [sample for sample in samples if sample.has_advantage or loss.moves_without_advantage]
-        batches = pack_micro_batches(moving, config.algorithm.micro_batch_tokens)
+        batches = self.micro_batches(moving)
         if not batches:
             return
         statistics.begin_update()
@@ -240,6 +241,11 @@ class GRPOTrainer:
             self.examine_mismatch(step, moving, statistics)
         self.step_optimizers(step, statistics)
         statistics.num_updates += 1
+
+    def micro_batches(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+        """All samples with a completion token, in parts that the policy takes one at a time."""
+        in_parts = padded_micro_batches if self.policy.is_padded else pack_micro_batches
+        return in_parts(samples, self.config.algorithm.micro_batch_tokens)
 
     def step_optimizers(self, step: int, statistics: LearnStatistics) -> None:
         """Moves the weights by the gradient that has been summed."""

@@ -20,8 +20,9 @@ from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.make_policy import make_policy
 from rollout_trainers.mismatch import Finding
-from rollout_trainers.policy import Policy, SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.recipe import load_recipe
@@ -157,7 +158,7 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     """PPO's where there is a critic."""
     producer = _make_producer(config, engine, task)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     treaty = None
     if config.engine.memory_budget is not None:
