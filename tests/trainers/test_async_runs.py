@@ -123,6 +123,16 @@ def test_other_algorithms_run_ahead_as_well(mode: str, option: str, model: Path,
         assert all(row["dynamic_sampling/groups_sampled"] >= 2 for row in rows)
 
 
+@pytest.mark.parametrize("kind", [("policy.kind=transformers",), ("policy.kind=transformers", "policy.lora.rank=4")])
+def test_a_policy_of_transformers_learns_while_the_engine_samples(kind: tuple[str, ...], model: Path, tmp_path: Path):
+    rows = train(model, tmp_path, *kind, "algorithm.recompute_logprobs=true", *MODES["one step off"])
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 1]
+    assert 0 < rows[0]["sampling/logp_difference/max"] < 0.2  # bfloat16 in another implementation
+    assert rows[2]["sampling/logp_difference/num_tokens"] == 0
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["one step off", "one step off, over-sampled", "in flight", "over-sampled"])
 def test_a_resumed_run_goes_on_with_what_was_on_its_way(mode: str, model: Path, tmp_path: Path):
     """Where the clock has no say, it is the unbroken run: a step ahead, and with over-sampling."""

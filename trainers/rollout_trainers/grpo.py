@@ -13,7 +13,7 @@ verifies what is there, and makes everything that was computed from the old weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rollout_trainers.checkpoint import MODEL_FOLDER, load_trainer_state, save_t
 from rollout_trainers.config import RunConfig
 from rollout_trainers.corrections import Mismatch, correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
-from rollout_trainers.data_parallel import check_same_policy, gathered_samples
+from rollout_trainers.data_parallel import check_same_policy, gathered_samples, make_optimizer
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
 from rollout_trainers.kl_control import KLControl, sequence_kl
@@ -46,8 +46,9 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
+from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.ranks import Ranks
@@ -72,19 +73,18 @@ class GRPOTrainer:
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
+        optimizer: Optimizer | None = None,
         stream: GroupStream | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.stream = stream
-        if stream is not None and self.ranks.size > 1:
-            stream.section.refuse(f"left out with {self.ranks.size} ranks, which sample in turns with their trainers")
         self.version = 0  # of the policy as it is between steps
         self.producer = producer
         self.engine = producer.engine
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = MasterAdamW(policy.named_parameters(), config.optimizer)
+        self.optimizer = optimizer or make_optimizer(policy.named_parameters(), config.optimizer, self.ranks)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
@@ -106,9 +106,20 @@ class GRPOTrainer:
         return replace(self.config.loss, kl_coefficient=self.kl_control.coefficient)
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         """By their names in checkpoints."""
         return {"optimizer": self.optimizer}
+
+    @property
+    def methods(self) -> dict[str, Callable[..., object]]:
+        """What rank 0 calls on all ranks, by name (`Ranks.follow`)."""
+        return {
+            "step": self.step,
+            "evaluate": self.evaluate,
+            "save": self.save,
+            "save_policy": self.save_policy,
+            "restore": self.restore,
+        }
 
     def save(self, folder: Path) -> None:
         """Writes the policy, and what the training needs to go on, into the folder of a checkpoint: of each rank."""
@@ -130,7 +141,7 @@ class GRPOTrainer:
         """Goes on from a checkpoint, which is of `step`: its weights are the engine's policy of that version."""
         with self.ranks.calling("restore", folder, step):
             self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank))
-            self._update_engine(step)
+            self.update_engine(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What the steps so far have changed, beside weights and optimisers; plain values."""
@@ -312,11 +323,10 @@ class GRPOTrainer:
         statistics.correction = correction_metrics(everyones, loss.importance_cap)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """All samples with a completion token, in micro-batches.
-
-        As many on every rank where passes of the policy are collective: those that teach nothing fill up.
-        """
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        """All samples with a completion token, in parts that the policy takes one at a time. Where its passes are
+        collective there are as many on every rank, some of which may teach nothing."""
+        in_parts = padded_micro_batches if self.policy.is_padded else pack_micro_batches
+        batches = in_parts(samples, self.config.algorithm.micro_batch_tokens)
         if self.policy.is_collective:
             batches += [PackedBatch.filler()] * (self.ranks.most(len(batches)) - len(batches))
         return batches
@@ -406,10 +416,6 @@ class GRPOTrainer:
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
-        with self.ranks.calling("update_engine", version):
-            self._update_engine(version)
-
-    def _update_engine(self, version: int) -> None:
         if self.stream is not None:
             receipt = self.stream.update(version, self.policy.load_into)
         else:

@@ -24,6 +24,7 @@ _FREE = {
     "resume",
     "checkpoint",
     "tracking",
+    "distributed",
     "early_stop",
     "evaluation.every",
     "evaluation.at_start",
@@ -38,6 +39,8 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "policy.gradient_checkpointing",
+    "policy.offload",
     "environment.max_concurrent",
 }
 
