@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from rollout_trainers.config import OptimizerSection
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from tests.support.live_bytes import LiveBytes
 
 CONFIG = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1e9)
 
@@ -156,3 +159,40 @@ def test_schedules_warm_up_and_fall_to_the_final_fraction(schedule: str, expecte
     rates = [learning_rate(step, 6, config) for step in range(6)]
     assert rates == pytest.approx(expected, abs=1e-6)
     assert learning_rate(6, 6, config) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_gradient_is_held_after_a_step(dtype: torch.dtype):
+    named = {name: torch.nn.Parameter(torch.ones(64, 64, dtype=dtype)) for name in ("one", "other")}
+    with LiveBytes(named.values(), settle=0.0) as memory:
+        optimizer = MasterAdamW(named.items(), CONFIG)
+        masters = memory.live
+        sum(parameter.square().sum() for parameter in named.values()).backward()
+        assert memory.live >= masters + 2 * 64 * 64 * 4
+        optimizer.step(1e-2)
+        assert memory.live <= masters + 2 * 64 * 64 * 4 * 2 + 64  # the moments, and counts of steps
+
+
+def test_states_that_were_away_come_back_bit_for_bit_and_training_goes_on():
+    def trained(goes_away: bool) -> dict[str, Any]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4).to(torch.bfloat16))
+        own = torch.nn.Parameter(torch.linspace(1, 2, 5))  # float32: its own master
+        optimizer = MasterAdamW([("weight", weight), ("own", own)], CONFIG)
+        for _ in range(3):
+            if goes_away:
+                before = optimizer.masters["weight"].data_ptr()
+                optimizer.offload()
+                assert optimizer.masters["weight"].data_ptr() != before  # memory of its own
+                assert optimizer.masters["own"] is own
+                optimizer.fetch()
+            (weight.float().square().sum() + own.pow(3).sum()).backward()
+            optimizer.step(1e-2)
+        return optimizer.state_dict() | {"weight": weight.detach(), "own": own.detach()}
+
+    away, there = trained(True), trained(False)
+    assert torch.equal(away["weight"], there["weight"])
+    assert torch.equal(away["own"], there["own"])
+    for name in ("weight", "own"):
+        assert torch.equal(away["masters"][name], there["masters"][name])
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(away["moments"][name][key], there["moments"][name][key])

@@ -69,8 +69,9 @@ class GRPOTrainer:
         self.released_bytes = 0  # by the engine, for the last training phase
         self.treaty = treaty
         self.plan: TreatyPlan | None = None  # of the treaty, as it stands
+        self.platform = platform_for(config.engine.device)
         if treaty is None:
-            self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+            self.memory = MemoryPhases(self.platform, self.engine.memory_ledger)
         else:
             self.memory = treaty.phases
             self.plan = treaty.settle()
@@ -100,7 +101,9 @@ class GRPOTrainer:
             with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
             with self.memory.phase("training", by_owner), timers.phase("train"):
+                self.take_memory()
                 statistics = self.learn(step, sampled.kept)
+                self.give_memory_back()
             with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
@@ -286,6 +289,21 @@ class GRPOTrainer:
         """Gives the KV pool's memory to the training phase, where the recipe wants that."""
         if self.config.engine.sleep:
             self.released_bytes = self.engine.sleep(level=1).total_released
+
+    def take_memory(self) -> None:
+        """Brings what `give_memory_back` has moved away."""
+        if self.config.policy.offload:
+            for optimizer in self.optimizers.values():
+                optimizer.fetch()
+
+    def give_memory_back(self) -> None:
+        """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
+        optimisers' states go to the host. What the allocator holds unused goes back as well."""
+        if self.config.policy.offload:
+            for optimizer in self.optimizers.values():
+                optimizer.offload()
+        if self.config.engine.sleep:
+            self.platform.trim()
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified."""

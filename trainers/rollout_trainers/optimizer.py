@@ -8,7 +8,7 @@ once. So updates smaller than a bfloat16 step are not lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ def learning_rate(step: int, num_steps: int, config: OptimizerSection) -> float:
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
+
+
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 class MasterAdamW:
@@ -57,16 +60,33 @@ class MasterAdamW:
         )
 
     def zero_grad(self) -> None:
-        """Forgets the gradients summed so far; the buffers stay allocated."""
+        """Forgets the gradients summed so far, and gives their memory back."""
         for master in self.masters.values():
-            if master.grad is not None:
-                master.grad.zero_()
+            master.grad = None
+
+    def offload(self) -> None:
+        """Moves masters and moments to the host's memory, until `fetch`; what is a parameter itself stays."""
+        self._move(_host_copy)
+
+    def fetch(self) -> None:
+        """Brings masters and moments back to where the parameters are, before the next `backward()`."""
+        self._move(lambda tensor, device: tensor.to(device))
+
+    @torch.no_grad()
+    def _move(self, moved: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+        for name, master in self.masters.items():
+            parameter = self.parameters[name]
+            if master is not parameter:
+                master.data = moved(master.data, parameter.device)
+            state = self._adamw.state.get(master, {})
+            for key in _MOMENTS & state.keys():
+                state[key] = moved(state[key], parameter.device)
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
         """One update at learning rate `rate`. Returns the gradient's global norm before it was clipped.
 
-        The gradients are zeroed. Raises `FloatingPointError`, with the weights unchanged, if the norm is not finite.
+        The gradients are forgotten. Raises `FloatingPointError`, with the weights unchanged, if the norm is not finite.
         """
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         if not gradients:
@@ -114,9 +134,16 @@ class MasterAdamW:
             master.copy_(saved)
         self._adamw.state.clear()
         for name, moments in state["moments"].items():
-            self._adamw.state[self.masters[name]] = {key: value.clone() for key, value in moments.items()}
+            device = self.parameters[name].device
+            self._adamw.state[self.masters[name]] = {key: value.to(device, copy=True) for key, value in moments.items()}
         self.write_parameters()
         self.zero_grad()
+
+
+def _host_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """In memory that the `device` of the parameters can copy from by itself, where it is not the host's own."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
+    return host.copy_(tensor)
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.Tensor:
