@@ -14,6 +14,7 @@ from rollout.config import parse_bytes
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.policy_config import PolicySection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -268,6 +269,7 @@ class RunConfig:
     seed: int = 0
     resume: bool = False
     engine: EngineSection = field(default_factory=EngineSection)
+    policy: PolicySection = field(default_factory=PolicySection)
     task: TaskSection = field(default_factory=TaskSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -294,10 +296,24 @@ class RunConfig:
                 *("algorithm", "recompute_logprobs", False),
                 "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
             )
+        self._check_policy()
         self._check_loss()
         self._check_critic()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_policy(self) -> None:
+        policy = self.policy
+        if not policy.is_exact and not self.algorithm.recompute_logprobs:
+            fail(
+                *("algorithm", "recompute_logprobs", False),
+                f"true with policy.kind {policy.kind!r}, whose logprobs are the sampler's only to rounding: importance "
+                "weights correct the difference",
+            )
+        if policy.offload and self.engine.device == "cpu":
+            fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
+        if policy.offload and not self.engine.sleep:
+            fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):

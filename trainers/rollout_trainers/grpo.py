@@ -35,7 +35,8 @@ from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.padding import padded_micro_batches
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.rewards import TrainerState, score
 from rollout_trainers.tracking import Timers
@@ -51,7 +52,7 @@ class GRPOTrainer:
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
@@ -61,15 +62,16 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = MasterAdamW(policy.model.named_parameters(), config.optimizer)
+        self.optimizer = MasterAdamW(policy.named_parameters(), config.optimizer)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
         self.treaty = treaty
         self.plan: TreatyPlan | None = None  # of the treaty, as it stands
+        self.platform = platform_for(config.engine.device)
         if treaty is None:
-            self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+            self.memory = MemoryPhases(self.platform, self.engine.memory_ledger)
         else:
             self.memory = treaty.phases
             self.plan = treaty.settle()
@@ -99,7 +101,9 @@ class GRPOTrainer:
             with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
             with self.memory.phase("training", by_owner), timers.phase("train"):
+                self.take_memory()
                 statistics = self.learn(step, sampled.kept)
+                self.give_memory_back()
             with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
@@ -193,7 +197,7 @@ class GRPOTrainer:
     def freeze_logprobs(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Logprobs that stay as they are through the step's updates: the old ones, with the weights that correct for
         a sampler that is not the trainer, and the reference's."""
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        batches = self.micro_batches(samples)
         if self.config.algorithm.recompute_logprobs:
             self.recompute_logprobs(samples, batches, statistics)
         if self.loss.uses_kl:
@@ -230,7 +234,7 @@ class GRPOTrainer:
             normalizer=loss.loss_normalizer or self.producer.max_completion_tokens,
         )
         moving = [sample for sample in samples if sample.has_advantage or loss.moves_without_advantage]
-        batches = pack_micro_batches(moving, config.algorithm.micro_batch_tokens)
+        batches = self.micro_batches(moving)
         if not batches:
             return
         statistics.begin_update()
@@ -240,6 +244,11 @@ class GRPOTrainer:
             self.examine_mismatch(step, moving, statistics)
         self.step_optimizers(step, statistics)
         statistics.num_updates += 1
+
+    def micro_batches(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+        """All samples with a completion token, in parts that the policy takes one at a time."""
+        in_parts = padded_micro_batches if self.policy.is_padded else pack_micro_batches
+        return in_parts(samples, self.config.algorithm.micro_batch_tokens)
 
     def step_optimizers(self, step: int, statistics: LearnStatistics) -> None:
         """Moves the weights by the gradient that has been summed."""
@@ -281,10 +290,25 @@ class GRPOTrainer:
         if self.config.engine.sleep:
             self.released_bytes = self.engine.sleep(level=1).total_released
 
+    def take_memory(self) -> None:
+        """Brings what `give_memory_back` has moved away."""
+        if self.config.policy.offload:
+            for optimizer in self.optimizers.values():
+                optimizer.fetch()
+
+    def give_memory_back(self) -> None:
+        """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
+        optimisers' states go to the host. What the allocator holds unused goes back as well."""
+        if self.config.policy.offload:
+            for optimizer in self.optimizers.values():
+                optimizer.offload()
+        if self.config.engine.sleep:
+            self.platform.trim()
+
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified."""
         with self.engine.policy_update(version=version) as update:
-            update.load(self.policy.model.named_parameters())
+            self.policy.load_into(update)
         self.receipt = update.receipt
 
     def resume_engine(self) -> None:

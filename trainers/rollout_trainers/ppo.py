@@ -27,8 +27,8 @@ from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
-from rollout_trainers.packing import PackedBatch, pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.packing import PackedBatch
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
 from rollout_trainers.types import Sample, Task
 
@@ -41,7 +41,7 @@ class PPOTrainer(GRPOTrainer):
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         critic: Critic,
         task: Task,
         config: RunConfig,
@@ -76,7 +76,7 @@ class PPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def freeze_values(self, samples: Sequence[Sample]) -> None:
         """What the critic expects before the step's updates: these values stay."""
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        batches = self.micro_batches(samples)
         for sample in samples:
             sample.values = np.zeros(0, np.float32)  # of those without tokens, which are in no batch
         values = [self.critic.values(batch, self._hidden_for_critic(batch)) for batch in batches]

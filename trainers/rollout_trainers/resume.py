@@ -31,6 +31,8 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "policy.gradient_checkpointing",
+    "policy.offload",
     "environment.max_concurrent",
 }
 

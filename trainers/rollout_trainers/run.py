@@ -14,14 +14,15 @@ from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
-from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
+from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.make_policy import make_policy
 from rollout_trainers.mismatch import Finding
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.recipe import load_recipe
@@ -157,7 +158,7 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     """PPO's where there is a critic."""
     producer = _make_producer(config, engine, task)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     treaty = None
     if config.engine.memory_budget is not None:
@@ -167,12 +168,12 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     return GRPOTrainer(producer, policy, task, config, treaty)
 
 
-def _make_critic(config: RunConfig, policy: SharedPolicy) -> Critic:
-    section, output, seed = config.critic, policy.model.output_weight, derive_seed(config.seed, "critic")
+def _make_critic(config: RunConfig, policy: Policy) -> Critic:
+    section, seed = config.critic, derive_seed(config.seed, "critic")
     if section.kind == "value_head":
-        return ValueHead(policy.model, section.policy_gradient, seed)
+        return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, output.shape[0], config.engine.dtype, seed, output.device)
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)
 
 
 class Session:
@@ -239,7 +240,7 @@ class Session:
     def finish(self, started: float) -> RunResult:
         """Saves the trained model, closes the trackers, writes the report."""
         config = self.config
-        save_model(self.directory / "model", self.trainer.policy.model.named_parameters(), resolve_model(config.model))
+        self.trainer.policy.save(self.directory / "model", resolve_model(config.model))
         base, trained = self.evaluations.get(0), self.evaluations.get(config.steps)
         p_value = None
         if base is not None and trained is not None and config.steps > 0:
@@ -288,10 +289,9 @@ class Session:
         save_checkpoint(
             self.directory / CHECKPOINTS,
             step,
-            self.trainer.policy.model.named_parameters(),
+            lambda folder: self.trainer.policy.save(folder, resolve_model(self.config.model)),
             self.trainer.optimizers,
             notes,
-            resolve_model(self.config.model),
             self.config.checkpoint.keep,
         )
 
