@@ -31,11 +31,13 @@ class Policy(Protocol):
     `is_exact` says whether its logprobs are the sampler's, bit for bit; where they are not, the trainer recomputes the
     old ones and corrects for the difference (`algorithm.recompute_logprobs`). `is_padded` says that its forward pass
     pads sequences, so that a micro-batch's size is counted with padding, and with shared prompts once a sequence.
+    `is_collective` says that its passes wait for those of other ranks, which make as many.
     """
 
     temperature: float
     is_exact: bool
     is_padded: bool
+    is_collective: bool
 
     @property
     def model(self) -> nn.Module: ...  # what is trained
@@ -99,6 +101,7 @@ class SharedPolicy:
 
     is_exact = True
     is_padded = False
+    is_collective = False
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rollout.weights.gather import gathered, reshard
 from rollout.weights.trainer_tensors import policy_tensors
 from rollout_trainers.checkpoint import save_model
 from rollout_trainers.lora import adapter_disabled, causal_lm_of, save_adapter
@@ -34,6 +35,7 @@ class TransformersPolicy:
 
     is_exact = False
     is_padded = True
+    is_collective = False
 
     def __init__(
         self, model: nn.Module, temperature: float, keep_reference: bool = False, gradient_checkpointing: bool = False
@@ -42,6 +44,8 @@ class TransformersPolicy:
         self.temperature = temperature
         self.causal_lm = causal_lm_of(model)
         self._split = SplitModel(model, self.causal_lm)
+        self._entry = model
+        self._writes = True
         if gradient_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.eval()
@@ -67,9 +71,17 @@ class TransformersPolicy:
     def device(self) -> torch.device:
         return self.causal_lm.device
 
-    def wrap(self, entry: nn.Module) -> None:
-        """From now on forward passes call `entry`, which wraps the model: a data-parallel module, say."""
-        self._split = SplitModel(entry, self.causal_lm)
+    def wrap(self, entry: nn.Module, writes: bool) -> None:
+        """From now on forward passes call `entry`, which wraps the model or is the model itself, now that its weights
+        are spread over ranks: the passes of all ranks then wait for one another, and all call `save`, which `writes`
+        on one of them."""
+        if entry is not self.model:  # what makes logits shares the hooks that are there now
+            self._split = SplitModel(entry, self.causal_lm)
+        self._entry = entry
+        self._writes = writes
+        self.is_collective = True
+        if self._reference is not None:
+            self._reference = ReferenceWeights(dict(self.named_parameters()), lambda: reshard(self.model))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -125,10 +137,16 @@ class TransformersPolicy:
 
     def load_into(self, update: PolicyUpdate) -> None:
         """Sends all weights, with what adapters add to them."""
-        update.load(self.model)
+        update.load(self._entry)
 
     def save(self, folder: Path, source: Path) -> None:
         """The weights, with what adapters add to them, and the adapter itself in the folder `adapter` below."""
-        save_model(folder, policy_tensors(self.model), source)
+        tensors = policy_tensors(self._entry)
+        if self._writes:
+            save_model(folder, tensors, source)
+        tensors.close()  # also where others write: it takes part in their gathers
         if self.has_adapter:
-            save_adapter(self.model, folder / ADAPTER)
+            with gathered([parameter for _, parameter in self.named_parameters()]) as whole:
+                adapter = {name: whole(parameter) for name, parameter in self.named_parameters()}
+                if self._writes:
+                    save_adapter(self.model, folder / ADAPTER, adapter)
