@@ -20,7 +20,7 @@ from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import RunResult, run
 from rollout_trainers.run_record import read_record
 from rollout_trainers.tracking import read_json_lines
-from rollout_trainers.types import Example
+from rollout_trainers.types import Example, Task
 from tests.support.distributed import ROOT
 from tests.support.tiny import make_tiny_llama
 
@@ -185,6 +185,41 @@ def test_metrics_of_evaluations_need_examples_for_them(model: Path, tmp_path: Pa
     with pytest.raises(ValueError, match="has no examples for evaluation"):
         run(config_from_values(values), reward_functions=[Scripted([])], train=TRAIN)
     assert not (tmp_path / "run").exists()
+
+
+def test_further_held_out_sets_are_evaluated_by_name(model: Path, tmp_path: Path):
+    hard = [Example(text, {"is_hard": True}) for text in ("q1", "q2")]
+
+    def reward(prompts: list[str], completions: Any, is_hard: Any = None, **columns: Any) -> list[float]:
+        return [0.25 if is_hard else float(place % 2 == 0) for place in range(len(prompts))]
+
+    def train_on(task: Task, *overrides: str) -> RunResult:
+        values: dict[str, Any] = {
+            "model": str(model),
+            "output_dir": str(tmp_path / "run"),
+            "steps": 2,
+            "engine": {"max_model_len": 64, "kv_cache_memory": "2 MiB"},
+            "sampling": {"max_tokens": 4},
+            "algorithm": {"group_size": 2, "prompts_per_step": 1},
+            "evaluation": {"every": 1},
+            "tracking": {"wandb": "disabled"},
+        }
+        return run(config_from_values(values, overrides), task=task)
+
+    task = Task("both", TRAIN, HELD_OUT, (reward,), further_evaluations={"hard": hard, "none": []})
+    with pytest.raises(ValueError, match="no examples for evaluation called 'none'"):
+        train_on(task, "checkpoint.best_metric=eval/none/reward")
+    result = train_on(task, "checkpoint.best_metric=eval/hard/reward")
+    rows = [row for row in read_json_lines(tmp_path / "run" / "metrics.jsonl") if "eval/reward" in row]
+    assert [row["eval/hard/reward"] for row in rows] == [0.25] * 3
+    assert [row["eval/reward"] for row in rows] == [pytest.approx(2 / 3)] * 3
+    assert not any("none" in name for name in rows[0])
+    assert result.best is not None and (result.best.step, result.best.metric) == (1, "eval/hard/reward")
+    assert result.trained is not None and result.trained.num == 3
+    splits = {row["split"] for row in read_json_lines(tmp_path / "run" / "samples.jsonl")}
+    assert splits == {"train", "held out", "held out hard"}
+    with pytest.raises(ValueError, match="cannot be called 'a/b'"):
+        Task("both", TRAIN, [], (), further_evaluations={"a/b": hard})
 
 
 def test_two_processes_cannot_write_into_one_folder(model: Path, tmp_path: Path):
