@@ -421,20 +421,20 @@ class GRPOTrainer:
         if self.config.engine.sleep:
             self.engine.wake_up()
 
-    def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
-        """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be
-        awake."""
-        with self.ranks.calling("evaluate", num_steps):
-            return self._evaluate(num_steps)
+    def evaluate(self, num_steps: int = 0, held_out: str = "") -> tuple[list[Sample], Evaluation]:
+        """One completion of each prompt of a set in `Task.held_out` by the policy as it is, after `num_steps` steps.
+        The engine must be awake."""
+        with self.ranks.calling("evaluate", num_steps, held_out):
+            return self._evaluate(num_steps, self.task.held_out[held_out])
 
-    def _evaluate(self, num_steps: int) -> tuple[list[Sample], Evaluation]:
+    def _evaluate(self, num_steps: int, held_out: Sequence[Example]) -> tuple[list[Sample], Evaluation]:
         section = self.config.evaluation
         max_tokens = section.max_tokens or self.config.sampling.max_tokens
-        own = self.ranks.part(len(self.task.evaluation))
+        own = self.ranks.part(len(held_out))
         samples: list[Sample] = []
         with self.ranks.together():
             if own:
-                examples = self.task.evaluation[own.start : own.stop]
+                examples = held_out[own.start : own.stop]
                 samples = self.producer.evaluate(examples, section.temperature, max_tokens, own.start)
             self.score(samples, num_steps)
         samples = gathered_samples(self.ranks, samples)
