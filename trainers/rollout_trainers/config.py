@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.alerts_config import AlertsSection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.loss_config import LossSection
@@ -279,6 +280,7 @@ class RunConfig:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):

@@ -22,6 +22,7 @@ _FREE = {
     "resume",
     "checkpoint",
     "tracking",
+    "alerts",
     "evaluation.every",
     "algorithm.micro_batch_tokens",
     "engine.device",
