@@ -233,11 +233,16 @@ class TrackingSection:
     """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
 
     Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
-    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    (`LLM.diagnose`), at most once in `diagnose_every` steps. `entity` to `notes` are W&B's own (None: its defaults).
     """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
     sample_every: int = 5
     samples: int = 16
     diagnose_above: float | None = 1e-3
@@ -245,6 +250,10 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        if not isinstance(self.tags, tuple) or not all(
+            isinstance(tag, str) and 1 <= len(tag) <= 64 for tag in self.tags
+        ):
+            fail("tracking", "tags", self.tags, "a list of texts of 1 to 64 characters, W&B's limit")
         check_integer("tracking", "sample_every", self.sample_every, 1)
         check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:

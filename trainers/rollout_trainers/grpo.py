@@ -27,6 +27,7 @@ from rollout_trainers.corrections import correction_metrics, importance_weights,
 from rollout_trainers.credit import assign_advantages, punish_overlong
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
+from rollout_trainers.histograms import Histogram, step_histograms
 from rollout_trainers.kl_control import KLControl, sequence_kl
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import Denominators
@@ -76,6 +77,7 @@ class GRPOTrainer:
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
         self.reward_metrics: dict[str, list[float]] = {}  # what rewards have logged in the last step
+        self.histograms: dict[str, Histogram] = {}  # of the last step
 
     @property
     def loss(self) -> LossSection:
@@ -118,6 +120,7 @@ class GRPOTrainer:
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
         if self.finding is not None:
             metrics |= self.finding.metrics
+        self.histograms = step_histograms(samples, statistics.ratios)
         return samples, metrics | {"perf/sleep_released_gb": self.released_bytes / 2**30}
 
     def sample(self, step: int, timers: Timers) -> SampledGroups:

@@ -11,6 +11,7 @@ from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import TreatyPlan
 from rollout_trainers.advantages import group_statistics
 from rollout_trainers.corrections import Mismatch
+from rollout_trainers.histograms import NUM_RATIO_BINS
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.objective import MicroBatchLoss
 from rollout_trainers.packing import PackedBatch
@@ -40,6 +41,7 @@ class LearnStatistics:
     clips: list[UpdateClips] = field(default_factory=list)  # one an optimiser step
     kl_sum: float = 0.0
     drift_sum: float = 0.0  # old - new logprobs
+    ratios: np.ndarray = field(default_factory=lambda: np.zeros(NUM_RATIO_BINS, np.int64))  # of the tokens, by bin
     mismatch: list[Mismatch] = field(default_factory=list)  # one a micro-batch, before the first update
     correction: dict[str, float] = field(default_factory=dict)  # where the old logprobs were recomputed
     further: dict[str, float] = field(
@@ -61,6 +63,7 @@ class LearnStatistics:
         clips.num_tokens += batch.num_completion_tokens
         self.kl_sum += micro.kl_sum
         self.drift_sum += micro.drift_sum
+        self.ratios += micro.ratios
         self.num_tokens += batch.num_completion_tokens
         self.num_input_tokens += batch.num_input_tokens
 

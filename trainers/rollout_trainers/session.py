@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.models.pretrained import resolve_model
+from rollout_trainers.alert_rules import RunFacts
+from rollout_trainers.alerts import AlertWatch
 from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
 from rollout_trainers.config import RunConfig
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
@@ -16,7 +18,7 @@ from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, run_settings
-from rollout_trainers.tracking import ProgressLine, Tracker
+from rollout_trainers.tracking import METRICS_FILE, ProgressLine, Tracker, read_json_lines
 from rollout_trainers.types import Sample, SampleRow
 
 
@@ -60,6 +62,8 @@ class Session:
             first_step=self.last_step + 1 if self.last_step else 0,
             wandb_id=wandb_id,
         )
+        self.alerts = AlertWatch(config.alerts, RunFacts.of(config))
+        self.alerts.replay(read_json_lines(self.directory / METRICS_FILE))  # of a run that is resumed
 
     def _resume(self, checkpoint: Path) -> tuple[int, str | None]:
         """Restores a checkpoint and makes it the engine's policy. Returns its step and the run's id in W&B."""
@@ -79,7 +83,8 @@ class Session:
             self._evaluate(0)
         for step in range(self.last_step + 1, config.steps + 1):
             samples, metrics = self.trainer.step(step)
-            self.tracker.log(step, metrics)
+            self._log(step, metrics)
+            self.tracker.log_histograms(step, self.trainer.histograms)
             self.tracker.log_memory(step, self.trainer.memory.measured.values())
             if step % config.tracking.sample_every == 0 or step in (1, config.steps):
                 self.tracker.log_samples(step, self._rows(step, samples, "train"))
@@ -123,9 +128,17 @@ class Session:
         if not self.trainer.task.evaluation:
             return
         samples, self.evaluations[step] = self.trainer.evaluate(step)
-        self.tracker.log(step, self.evaluations[step].metrics())
+        self._log(step, self.evaluations[step].metrics())
         self.tracker.log_samples(step, self._rows(step, samples, "held out"))
         self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        """To the trackers, with the alerts that are due."""
+        self.tracker.log(step, metrics)
+        alerts = self.alerts.observe(step, metrics)
+        self.tracker.log_alerts(alerts)
+        for alert in alerts:
+            self.progress.say(f"{self.config.name}: step {step}: {alert.level}: {alert.title}. {alert.text}")
 
     def _tell(self, finding: Finding) -> None:
         self.tracker.log_diagnosis(finding)
@@ -164,6 +177,8 @@ class Session:
                 finish_reason=sample.finish_reason,
                 columns={**sample.example.columns, **sample.logged},
                 split=split,
+                logprob=float(sample.sampled_logprobs.mean()) if sample.num_tokens else None,
+                entropy=float(sample.entropy.mean()) if sample.num_tokens else None,
             )
             for sample in samples[: self.config.tracking.samples]
         ]

@@ -15,25 +15,21 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollout.memory_phases import PhaseMemory
+from rollout_trainers.alerts import Alert
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.histograms import Histogram
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.types import SampleRow
+from rollout_trainers.wandb_sink import WandbSink, wandb_mode
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 MEMORY_FILE = "memory.jsonl"
 DIAGNOSES_FILE = "diagnoses.jsonl"
-SAMPLE_COLUMNS = (
-    "step",
-    "prompt",
-    "completion",
-    "reward",
-    "advantage",
-    "num_tokens",
-    "finish_reason",
-    "columns",
-    "split",
-)
+ALERTS_FILE = "alerts.jsonl"
+HISTOGRAMS_FILE = "histograms.jsonl"
+RUN_FILE = "run.json"  # name and configuration, from a run's beginning on
+SUMMARY_FILE = "summary.json"  # what a run ended with
 
 
 class Timers:
@@ -56,76 +52,6 @@ class Timers:
         return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
 
 
-def wandb_mode(section: TrackingSection, environment: Mapping[str, str]) -> str:
-    """The mode that W&B runs in. "auto" follows `WANDB_MODE`, else is online where `WANDB_API_KEY` is set."""
-    if section.wandb != "auto":
-        return section.wandb
-    if environment.get("WANDB_MODE"):
-        return environment["WANDB_MODE"]
-    return "online" if environment.get("WANDB_API_KEY") else "offline"
-
-
-class WandbSink:
-    """One W&B run, or with `run_id` the continuation of one. Metrics are plotted against `train/global_step`; samples
-    are an incremental table. What an interrupted run logged after its last checkpoint stays in W&B beside the repeat.
-    """
-
-    def __init__(
-        self,
-        section: TrackingSection,
-        mode: str,
-        name: str,
-        directory: Path,
-        config: Mapping[str, Any],
-        run_id: str | None = None,
-    ) -> None:
-        import wandb  # optional; imported when a run wants it
-
-        self._wandb = wandb
-        self._run = wandb.init(
-            project=section.project,
-            name=name,
-            dir=str(directory),
-            mode=mode,  # type: ignore[arg-type]  # checked by the section, or W&B's own environment variable
-            config=dict(config),
-            id=run_id,
-            resume="allow" if run_id else None,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self._run.define_metric("train/global_step")
-        self._run.define_metric("*", step_metric="train/global_step")
-        self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
-
-    @property
-    def run_id(self) -> str:
-        return self._run.id
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"train/global_step": step, **{_wandb_key(name): value for name, value in metrics.items()}})
-
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        for row in rows:
-            self._table.add_data(*(_cell(value) for value in asdict(row).values()))
-        self._run.log({"train/global_step": step, "completions": self._table})
-
-    def diagnosis(self, step: int, verdict: str, text: str) -> None:
-        self._run.log({"train/global_step": step, "diagnosis/verdict": verdict, "diagnosis/text": text})
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update(dict(summary))
-        self._run.finish()
-
-
-def _wandb_key(name: str) -> str:
-    """TRL's convention: a plain training metric stands under `train/`; those that have a section keep it."""
-    section = name.split("/", 1)[0]
-    return f"train/{name}" if "/" not in name or section in ("completions", "rewards", "clip_ratio") else name
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict) else value
-
-
 class JsonLines:
     """An append-only file of one JSON object a line, each with its `step`. Values that are not finite become null."""
 
@@ -144,6 +70,12 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(values, ensure_ascii=False, indent=1, default=str) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -184,6 +116,10 @@ class Tracker:
         self._samples = JsonLines(directory / SAMPLES_FILE, first_step)
         self._memory = JsonLines(directory / MEMORY_FILE, first_step)
         self._diagnoses = JsonLines(directory / DIAGNOSES_FILE, first_step)
+        self._alerts = JsonLines(directory / ALERTS_FILE, first_step)
+        self._histograms = JsonLines(directory / HISTOGRAMS_FILE, first_step)
+        _write_json(directory / RUN_FILE, {"name": name, "config": config})
+        (directory / SUMMARY_FILE).unlink(missing_ok=True)
         mode = wandb_mode(section, environment)
         self._wandb = None
         if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
@@ -217,8 +153,26 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.diagnosis(finding.step, finding.verdict, finding.text)
 
+    def log_alerts(self, alerts: Iterable[Alert]) -> None:
+        """To the file, and those that ask for somebody's attention to W&B's alerts."""
+        for alert in alerts:
+            self._alerts.write(asdict(alert))
+            if self._wandb is not None and alert.level != "INFO":
+                self._wandb.alert(alert)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """One record a step, and histograms in W&B."""
+        if not histograms:
+            return
+        self._histograms.write({"step": step, **{name: each.plain() for name, each in histograms.items()}})
+        if self._wandb is not None:
+            self._wandb.histograms(step, histograms)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Closes the files and the W&B run; `summary` becomes its summary."""
+        """Closes the files and the W&B run; `summary` becomes its summary, and is written beside them."""
+        _write_json(self.directory / SUMMARY_FILE, summary)
+        self._alerts.close()
+        self._histograms.close()
         self._metrics.close()
         self._samples.close()
         self._memory.close()
