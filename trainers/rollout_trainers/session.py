@@ -20,6 +20,7 @@ from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, run_settings
 from rollout_trainers.tracking import METRICS_FILE, ProgressLine, Tracker, read_json_lines
 from rollout_trainers.types import Sample, SampleRow
+from rollout_trainers.workspace import write_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Session:
         }
         self.tracker.finish({key: value for key, value in summary.items() if key != "config"})
         report = write_report(self.directory, summary)
+        write_workspace(self.directory)
         for label, result in (("untrained", base), ("trained", trained)):
             if result:
                 self.progress.say(f"{config.name}: {label} held-out accuracy {result}")
