@@ -100,7 +100,10 @@ def line_chart(title: str, series: Mapping[str, Points], faint: Sequence[str] = 
     points = [point for line in series.values() for point in line]
     if not points:
         return ""
-    xs, ys = axis_ticks(*_range(point[0] for point in points)), axis_ticks(*_range(point[1] for point in points), 4)
+    low, high = _range(point[1] for point in points)
+    if low == high:  # a flat line stands above 0, or below
+        low, high = min(0.0, low), max(0.0, high) or float(low == 0.0)
+    xs, ys = axis_ticks(*_range(point[0] for point in points)), axis_ticks(low, high, 4)
     frame = _Frame(title, xs, ys, series)
     for index, (name, line) in enumerate(series.items()):
         look = f'style="stroke:{_color(index)}" opacity="{0.3 if name in faint else 1}"'

@@ -32,7 +32,7 @@ def write_comparison(path: Path, folders: Sequence[Path]) -> Path:
             for panel, chosen in panels_of(each, names)
             if panel.kind in ("lines", "area")
             for name in chosen
-            if any(lines := {label: run.points(name) for label, run in runs.items()}.values())
+            if any((lines := {label: run.points(name) for label, run in runs.items()}).values())
         ]
         body.append(section(each.name, figures(charts), is_open=each.is_open))
     for label, run in runs.items():

@@ -156,9 +156,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for name in dict.fromkeys(name for each in notes for name in each.metrics):
         result[name] = float(np.mean([each.metrics[name] for each in notes if name in each.metrics]))
     if "tools/calls" in result:
-        calls = result.pop("tools/calls")
-        result["tools/call_frequency"] = calls
-        result["tools/failure_frequency"] = result.pop("tools/failures") / calls if calls else 0.0
+        calls, failures = result.pop("tools/calls"), result.pop("tools/failures")
+        result |= {"tools/call_frequency": calls, "tools/failure_frequency": failures / calls if calls else 0.0}
     return result
 
 

@@ -179,7 +179,7 @@ class Session:
                 finish_reason=sample.finish_reason,
                 columns={**sample.example.columns, **sample.logged},
                 split=split,
-                logprob=float(sample.sampled_logprobs.mean()) if sample.num_tokens else None,
+                logprob=float(sample.raw_logprobs.mean()) if sample.num_tokens else None,
                 entropy=float(sample.entropy.mean()) if sample.num_tokens else None,
             )
             for sample in samples[: self.config.tracking.samples]
