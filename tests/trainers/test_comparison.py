@@ -14,6 +14,7 @@ from rollout.cli import main
 from rollout_trainers.alerts import Alert
 from rollout_trainers.comparison import write_comparison
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.run_record import write_record
 from rollout_trainers.tracking import Tracker
 
 HOSTILE = "<script>alert(1)</script>"
@@ -21,13 +22,15 @@ HOSTILE = "<script>alert(1)</script>"
 
 def write_run(folder: Path, rate: float, steps: int, *, held_out: bool = True) -> Path:
     config = {"name": HOSTILE, "steps": steps, "optimizer": {"learning_rate": rate, "beta1": 0.9}, "model": "tiny"}
-    tracker = Tracker(TrackingSection(wandb="disabled"), folder, HOSTILE, config | {"output_dir": str(folder)})
+    config["output_dir"] = str(folder)
+    tracker = Tracker(TrackingSection(wandb="disabled"), folder, HOSTILE, {})
     for step in range(1, steps + 1):
         tracker.log(step, {"reward": rate * step, "timing_s/step": 36.0, "timing_s/gen": 20.0, "entropy": 1.0})
     if held_out:
         tracker.log(steps, {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6})
     tracker.log_alerts([Alert(2, "kl_runaway", "KL runs away", f"It is 3. {HOSTILE}", "WARN")])
-    tracker.finish({"task": "sums"})
+    tracker.finish({})
+    write_record(folder, {"name": HOSTILE, "task": "sums", "config": config}, is_finished=True)
     return folder
 
 
@@ -91,13 +94,14 @@ def test_the_command_writes_one_report_or_compares_several(
 
 
 def test_a_run_that_died_has_a_report(tmp_path: Path):
-    tracker = Tracker(TrackingSection(wandb="disabled"), tmp_path, "sums", {"steps": 9})
+    tracker = Tracker(TrackingSection(wandb="disabled"), tmp_path, "sums", {})
+    write_record(tmp_path, {"name": "sums", "task": "adding", "config": {"steps": 9}}, is_finished=False)
     tracker.log(1, {"reward": 0.5})
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "rew')
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<title>sums</title>" in page and "&quot;steps&quot;: 9" in page
+    assert "<title>sums: adding</title>" in page and "not finished" in page and "&quot;steps&quot;: 9" in page
 
 
 def test_an_older_run_without_the_newer_files_has_a_report(tmp_path: Path):

@@ -28,6 +28,8 @@ SUMMARY = {
     "base": {"accuracy": 0.25, "low": 0.18, "high": 0.34, "num": 128},
     "trained": {"accuracy": 0.875, "low": 0.8, "high": 0.92, "num": 128},
     "p_value": 1e-9,
+    "best": {"step": 2, "metric": "eval/accuracy", "value": 0.875},
+    "stopped": {"step": 3, "metric": "entropy", "reason": "entropy has reached 0.05"},
 }
 
 ALERTS = [
@@ -81,6 +83,8 @@ def test_the_page_holds_figures_curves_and_samples_and_needs_nothing_else(tmp_pa
         "4.0 s each (median)",
         "256 MiB",
         "1,200 tokens",
+        "eval/accuracy is 0.875",
+        "entropy has reached 0.05",
     ):
         assert figure in page
     assert not re.search(r"""(?:src|href)\s*=|@import|https?://""", page)

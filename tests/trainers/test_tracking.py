@@ -17,9 +17,7 @@ from rollout_trainers.tracking import (
     ALERTS_FILE,
     HISTOGRAMS_FILE,
     METRICS_FILE,
-    RUN_FILE,
     SAMPLES_FILE,
-    SUMMARY_FILE,
     ProgressLine,
     Timers,
     Tracker,
@@ -131,17 +129,6 @@ def test_an_offline_run_holds_what_the_recipe_calls_it_its_summaries_histograms_
     stored = read_json_lines(tmp_path / HISTOGRAMS_FILE)
     assert [record["step"] for record in stored] == [1, 2]
     assert Histogram.from_plain(stored[1]["histogram/length"]) == Histogram(2.5, 1.0, (2, 0, 2))
-
-
-def test_a_run_tells_its_name_and_configuration_at_once_and_its_summary_at_the_end(tmp_path: Path):
-    section = TrackingSection(wandb="disabled")
-    tracker = Tracker(section, tmp_path, "sums", {"steps": 2})
-    assert json.loads((tmp_path / RUN_FILE).read_text()) == {"name": "sums", "config": {"steps": 2}}
-    assert not (tmp_path / SUMMARY_FILE).exists()
-    tracker.finish({"task": "sums", "seconds": 3.0})
-    assert json.loads((tmp_path / SUMMARY_FILE).read_text()) == {"task": "sums", "seconds": 3.0}
-    Tracker(section, tmp_path, "again", {}).log(1, {"reward": 1.0})
-    assert not (tmp_path / SUMMARY_FILE).exists()  # of an earlier run: it must not pass for this one's
 
 
 @pytest.mark.parametrize("tags", ["cpu", [""], [3], ["x" * 65]])

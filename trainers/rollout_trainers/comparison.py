@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_trainers.charts import line_chart
+from rollout_trainers.durable import write_text
 from rollout_trainers.layout import LAYOUT, panels_of
 from rollout_trainers.metric_catalog import describe
 from rollout_trainers.report_page import alert_list, figures, page, section, table
@@ -38,7 +39,7 @@ def write_comparison(path: Path, folders: Sequence[Path]) -> Path:
     for label, run in runs.items():
         body.append(section(f"Alerts of {label}", alert_list(run.alerts)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page("Runs beside each other", "\n".join(body)), encoding="utf-8")
+    write_text(path, page("Runs beside each other", "\n".join(body)))
     return path
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_trainers.charts import area_chart, heat_map, line_chart, running_mean, save_reward_curve, stacked_bars
+from rollout_trainers.durable import partial_name, put_file, write_text
 from rollout_trainers.layout import LAYOUT, Panel, panels_of
 from rollout_trainers.metric_catalog import describe
 from rollout_trainers.report_page import alert_list, card, figures, page, sample_browser, section
@@ -34,7 +35,9 @@ def write_report(directory: Path, summary: Mapping[str, Any] | None = None) -> P
     summary = {"name": run.name, "config": run.config, **(run.summary if summary is None else summary)}
     title = f"{summary['name']}: {summary['task']}" if "task" in summary else str(summary["name"])
     if importlib.util.find_spec("matplotlib") is not None:
-        save_reward_curve(directory / CURVE_FILE, title, run.points("reward"), run.evaluations)
+        curve = directory / CURVE_FILE
+        save_reward_curve(partial_name(curve), title, run.points("reward"), run.evaluations)
+        put_file(curve)
     body = [f'<div class="cards">{_cards(summary, run)}</div>']
     body.append(section("Alerts", alert_list(run.alerts)))
     for each in LAYOUT:
@@ -51,7 +54,7 @@ def write_report(directory: Path, summary: Mapping[str, Any] | None = None) -> P
     recipe = html.escape(json.dumps(summary["config"], indent=2, ensure_ascii=False, default=str))
     body.append(section("Recipe", f"<pre>{recipe}</pre>", is_open=False))
     path = directory / REPORT_FILE
-    path.write_text(page(title, "\n".join(body), run.samples or None), encoding="utf-8")
+    write_text(path, page(title, "\n".join(body), run.samples or None))
     return path
 
 
@@ -122,6 +125,13 @@ def _cards(summary: Mapping[str, Any], run: RunFiles) -> str:
     if summary.get("p_value") is not None:
         note = "exact McNemar test, same prompts"
         cards.append(card("Chance of such a change", f"p = {summary['p_value']:.2g}", note))
+    if summary.get("best"):
+        best = summary["best"]
+        cards.append(card("Best checkpoint", f"step {best['step']}", f"{best['metric']} is {best['value']:g}"))
+    if summary.get("stopped"):
+        cards.append(card("Stopped early", f"step {summary['stopped']['step']}", summary["stopped"]["reason"]))
+    if summary.get("status") == "unfinished":
+        cards.append(card("Status", "not finished", "still going, or broken off"))
     steps = [row for row in run.metrics if row.get("timing_s/step") is not None]
     if steps:
         seconds = sorted(row["timing_s/step"] for row in steps)[len(steps) // 2]

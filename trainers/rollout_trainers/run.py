@@ -16,12 +16,14 @@ from rollout.models.pretrained import resolve_model
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
+from rollout_trainers.evaluation import EVALUATION_PREFIX
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
+from rollout_trainers.random_states import seed_generators
 from rollout_trainers.recipe import load_recipe
-from rollout_trainers.resume import find_checkpoint, run_settings
+from rollout_trainers.resume import open_run, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.tasks import make_task
@@ -67,18 +69,28 @@ def run(
     own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
 
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints.
+    checkpoints or in which another run is going on.
     """
     started = time.perf_counter()
     task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     task = _with_reward_model(task, config.reward_model)
-    checkpoint = find_checkpoint(config, run_settings(config, task))
-    progress = ProgressLine(config.steps)
-    progress.say(f"{config.name}: loading {config.model}")
-    engine = _make_engine(config)
-    session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
-    session.train()
-    return session.finish(started)
+    _check_evaluated(config, task)
+    with open_run(config, run_settings(config, task)) as checkpoint:
+        progress = ProgressLine(config.steps)
+        progress.say(f"{config.name}: loading {config.model}")
+        seed_generators(derive_seed(config.seed, "generators"))
+        engine = _make_engine(config)
+        session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
+        session.train()
+        return session.finish(started)
+
+
+def _check_evaluated(config: RunConfig, task: Task) -> None:
+    """Raises `ValueError` for a metric of evaluations that there will not be."""
+    watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
+    for field, metric in watched.items():
+        if metric is not None and metric.startswith(EVALUATION_PREFIX) and not task.evaluation:
+            raise ValueError(f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation")
 
 
 def _resolve_task(
@@ -151,9 +163,9 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     return GRPOTrainer(producer, policy, task, config, treaty)
 
 
-def _make_critic(config: RunConfig, policy: SharedPolicy) -> Critic:
-    section, output, seed = config.critic, policy.model.output_weight, derive_seed(config.seed, "critic")
+def _make_critic(config: RunConfig, policy: Policy) -> Critic:
+    section, seed = config.critic, derive_seed(config.seed, "critic")
     if section.kind == "value_head":
-        return ValueHead(policy.model, section.policy_gradient, seed)
+        return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, output.shape[0], config.engine.dtype, seed, output.device)
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout_trainers.histograms import Histogram
+from rollout_trainers.run_record import read_record
 from rollout_trainers.tracking import (
     ALERTS_FILE,
     DIAGNOSES_FILE,
     HISTOGRAMS_FILE,
     MEMORY_FILE,
     METRICS_FILE,
-    RUN_FILE,
     SAMPLES_FILE,
-    SUMMARY_FILE,
     read_json_lines,
 )
 
@@ -26,7 +24,8 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """`summary` is what `Tracker.finish` was given, empty where the run has not ended. Records are in their order."""
+    """`summary` is the run's record, which has its name and configuration from the beginning on, and at its end what it
+    ended with; empty for older runs. Records are in their order."""
 
     folder: Path
     name: str
@@ -64,18 +63,14 @@ def read_run(folder: Path) -> RunFiles:
     """Raises `ValueError` where `folder` is not that of a run."""
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no {METRICS_FILE}")
-    described = _read_json(folder / RUN_FILE)
+    record = read_record(folder) or {}
     return RunFiles(
         folder,
-        described.get("name", folder.name),
-        described.get("config", {}),
-        _read_json(folder / SUMMARY_FILE),
+        record.get("name", folder.name),
+        record.get("config", {}),
+        record,
         *(
             read_json_lines(folder / name) if (folder / name).is_file() else []
             for name in (METRICS_FILE, SAMPLES_FILE, MEMORY_FILE, DIAGNOSES_FILE, ALERTS_FILE, HISTOGRAMS_FILE)
         ),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

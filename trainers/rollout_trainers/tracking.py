@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from rollout.memory_phases import PhaseMemory
 from rollout_trainers.alerts import Alert
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.durable import write_text
 from rollout_trainers.histograms import Histogram
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.types import SampleRow
@@ -28,8 +29,6 @@ MEMORY_FILE = "memory.jsonl"
 DIAGNOSES_FILE = "diagnoses.jsonl"
 ALERTS_FILE = "alerts.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
-RUN_FILE = "run.json"  # name and configuration, from a run's beginning on
-SUMMARY_FILE = "summary.json"  # what a run ended with
 
 
 class Timers:
@@ -59,23 +58,19 @@ class JsonLines:
         """Opens `path`; records of `first_step` and later, left by a run that is being resumed, are dropped."""
         kept = [record for record in read_json_lines(path) if record["step"] < first_step] if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, "".join(_line(record) for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(_line(record))
         self._file.flush()
 
+    def sync(self) -> None:
+        """Waits until all records are on the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, ensure_ascii=False, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -89,10 +84,10 @@ def _finite(value: Any) -> Any:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; a last line that was cut off by a crash is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n")[:-1]:  # texts may hold other ends of lines, such as U+2028
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break
     return records
 
@@ -118,8 +113,6 @@ class Tracker:
         self._diagnoses = JsonLines(directory / DIAGNOSES_FILE, first_step)
         self._alerts = JsonLines(directory / ALERTS_FILE, first_step)
         self._histograms = JsonLines(directory / HISTOGRAMS_FILE, first_step)
-        _write_json(directory / RUN_FILE, {"name": name, "config": config})
-        (directory / SUMMARY_FILE).unlink(missing_ok=True)
         mode = wandb_mode(section, environment)
         self._wandb = None
         if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
@@ -168,9 +161,13 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.histograms(step, histograms)
 
+    def sync(self) -> None:
+        """Waits until all files are on the disk: before a checkpoint, from which a resumed run takes them on."""
+        for file in (self._metrics, self._samples, self._memory, self._diagnoses, self._alerts, self._histograms):
+            file.sync()
+
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Closes the files and the W&B run; `summary` becomes its summary, and is written beside them."""
-        _write_json(self.directory / SUMMARY_FILE, summary)
+        """Closes the files and the W&B run; `summary` becomes its summary."""
         self._alerts.close()
         self._histograms.close()
         self._metrics.close()

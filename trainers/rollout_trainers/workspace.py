@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout_trainers.durable import write_text
 from rollout_trainers.layout import LAYOUT, Panel, Section, panels_of
 from rollout_trainers.metric_catalog import wandb_key
 from rollout_trainers.run_files import read_run
@@ -44,7 +45,7 @@ def write_workspace(directory: Path) -> Path:
     """Writes `workspace.json` of the run in `directory`."""
     sections = layout_of(read_run(directory).names)
     path = directory / WORKSPACE_FILE
-    path.write_text(json.dumps([asdict(section) for section in sections], indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps([asdict(section) for section in sections], indent=1) + "\n")
     return path
 
 
