@@ -19,6 +19,7 @@ from rollout_trainers.histograms import (
     rebin,
     step_histograms,
 )
+from rollout_trainers.metrics import LearnStatistics, merge_statistics
 from tests.support.samples import make_sample
 
 VALUES = st.lists(
@@ -95,6 +96,15 @@ def test_ratios_of_micro_batches_add_up_and_one_is_the_middle_of_its_bin():
     assert ratio_histogram(np.zeros(NUM_RATIO_BINS, np.int64)) is None
     odd = count_ratios(torch.tensor([math.nan, math.inf, -math.inf]))
     assert odd[-1] == 2 and odd[0] == 1
+
+
+def test_ratios_of_ranks_add_up_and_each_rank_keeps_its_own():
+    first, second = LearnStatistics(), LearnStatistics()
+    first.ratios += count_ratios(torch.zeros(3))
+    second.ratios += count_ratios(torch.tensor([0.0, 1.0]))
+    merged = merge_statistics([first, second])
+    assert np.array_equal(merged.ratios, count_ratios(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])))
+    assert (first.ratios.sum(), second.ratios.sum()) == (3, 2)
 
 
 def test_a_step_has_those_of_which_it_has_values():

@@ -93,17 +93,14 @@ def test_a_target_is_an_entity_and_a_project(target: str):
 
 
 def test_the_view_of_a_run_is_what_wandbs_own_package_makes_of_the_layout(tmp_path: Path):
-    pytest.importorskip("wandb_workspaces")
-    import wandb_workspaces.workspaces as workspaces
-    from wandb_workspaces.workspaces.internal import WorkspaceViewspec
-
+    workspaces = pytest.importorskip("wandb_workspaces.workspaces")
     write_run(tmp_path)
     write_workspace(tmp_path)
     saved = tmp_path / "view.json"
     assert save_workspace("team/sums", tmp_path, "mine", saved) == str(saved)
     view = json.loads(saved.read_text())
     assert (view["entity"], view["project"], view["displayName"]) == ("team", "sums", "mine")
-    spec = WorkspaceViewspec.model_validate(view["spec"])
+    spec = workspaces.interface.internal.WorkspaceViewspec.model_validate(view["spec"])
     assert spec.section.settings.x_axis == "train/global_step"
     sections = spec.section.panel_bank_config.sections
     assert [section.name for section in sections] == ["Reward and evaluation", "Completions", "Samples", "Speed"]

@@ -102,6 +102,7 @@ def merge_statistics(parts: Sequence[LearnStatistics]) -> LearnStatistics:
         merged.num_input_tokens += part.num_input_tokens
         merged.kl_sum += part.kl_sum
         merged.drift_sum += part.drift_sum
+        merged.ratios = merged.ratios + part.ratios  # not in place: it is the first part's
         merged.mismatch += part.mismatch
         for clips, more in zip(merged.clips, part.clips, strict=True):
             clips.low += more.low

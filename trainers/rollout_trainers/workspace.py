@@ -6,22 +6,20 @@ ENTITY/PROJECT` makes a view of it, or of the whole layout, where there is a net
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_trainers.durable import write_text
 from rollout_trainers.layout import LAYOUT, Panel, Section, panels_of
 from rollout_trainers.metric_catalog import wandb_key
 from rollout_trainers.run_files import read_run
 from rollout_trainers.wandb_sink import STEP_METRIC
-
-if TYPE_CHECKING:
-    import wandb_workspaces.workspaces as workspaces
 
 WORKSPACE_FILE = "workspace.json"
 VIEW_NAME = "rollout"
@@ -92,12 +90,10 @@ def _sections(folder: Path | None) -> Sequence[Section]:
     return read_workspace(path) if path.is_file() else layout_of(read_run(folder).names)
 
 
-def build_workspace(
-    sections: Sequence[Section], entity: str, project: str, name: str = VIEW_NAME
-) -> workspaces.Workspace:
-    """The view, not saved yet: lines against the training step, media panels for histograms and samples."""
-    import wandb_workspaces.workspaces as workspaces  # optional, as W&B itself
-
+def build_workspace(sections: Sequence[Section], entity: str, project: str, name: str = VIEW_NAME) -> Any:
+    """The `wandb_workspaces.workspaces.Workspace`, not saved yet: lines against the training step, media panels for
+    histograms, and the table of samples."""
+    workspaces = importlib.import_module("wandb_workspaces.workspaces")  # optional
     return workspaces.Workspace(
         entity=entity,
         project=project,
@@ -123,8 +119,7 @@ def build_workspace(
 
 
 def _panel(panel: Panel, place: int) -> Any:
-    import wandb_workspaces.reports.v2 as reports
-
+    reports = importlib.import_module("wandb_workspaces.reports.v2")
     column, row = place % _COLUMNS, place // _COLUMNS
     layout = reports.Layout(x=column * _WIDTH, y=row * _HEIGHT, w=_WIDTH, h=_HEIGHT)
     keys = [metric if metric.startswith("histogram/") else wandb_key(metric) for metric in panel.metrics]
