@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,6 +30,7 @@ from rollout_trainers.workspace import (
     write_workspace,
 )
 
+ROOT = Path(__file__).parents[2]
 PANELS = [panel for section in LAYOUT for panel in section.panels]
 NAMES = ["reward", "rewards/right/mean", "rewards/polite/mean", "rewards/polite/std", "entropy", "histogram/length"]
 
@@ -122,6 +130,75 @@ def test_the_view_of_a_run_is_what_wandbs_own_package_makes_of_the_layout(tmp_pa
     # and back again: what W&B would give to who loads the view
     again = workspaces.Workspace._from_model(build_workspace(LAYOUT, "team", "sums")._to_model())
     assert [section.name for section in again.sections] == [section.name for section in LAYOUT]
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Answers as W&B's server does when a view is saved, and keeps what it was sent."""
+
+    views: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+        query = json.loads(sent) if self.path == "/graphql" else {}
+        if "upsertView" in query.get("query", ""):
+            self.views.append(query["variables"])
+        viewer = {"id": "1", "username": "u", "email": "e", "entity": "team", "flags": "{}", "teams": {"edges": []}}
+        view = {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}
+        answer = json.dumps({"data": {"upsertView": view, "viewer": viewer}}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: pytest's output is for failures."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+        thread.join()
+
+
+def dashboard(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, where nobody is logged in."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return subprocess.run(
+        [sys.executable, "-m", "rollout", "dashboard", "team/sums", "--name", "mine"],
+        cwd=ROOT,
+        env={**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_sends_the_view_to_wandb(tmp_path: Path, server: str):
+    pytest.importorskip("wandb_workspaces")
+    done = dashboard(tmp_path, WANDB_BASE_URL=server, WANDB_API_KEY="a" * 40)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{server}/team/sums?nw=abc"
+    (view,) = StandIn.views
+    assert (view["entityName"], view["projectName"], view["displayName"]) == ("team", "sums", "mine")
+    sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [section.name for section in LAYOUT]
+
+
+@pytest.mark.slow
+def test_the_command_says_in_a_sentence_that_nobody_is_logged_in(tmp_path: Path):
+    pytest.importorskip("wandb_workspaces")
+    done = dashboard(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "error: W&B did not take the workspace: No API key configured" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_whole_layout_finds_metrics_by_pattern(tmp_path: Path):

@@ -68,7 +68,8 @@ def save_workspace(
     """Saves a view called `name` of the project `target` ("entity/project"), with the panels of the run in `folder`, or
     with all. Returns its address. With a `json_path` nothing is sent: the view is written there, as W&B's API takes it.
 
-    Raises `ValueError` for another target, a folder that holds no run, and where `wandb-workspaces` is not installed.
+    Raises `ValueError` for another target, a folder that holds no run, where `wandb-workspaces` is not installed, and
+    where W&B does not take the view.
     """
     match = re.fullmatch(r"([^/\s]+)/([^/\s]+)", target)
     if match is None:
@@ -77,10 +78,19 @@ def save_workspace(
         raise ValueError("a workspace needs W&B's package wandb-workspaces: pip install 'rollout-rl[workspaces]'")
     workspace = build_workspace(_sections(folder), match[1], match[2], name)
     if json_path is None:
-        return workspace.save().url
+        return _send(workspace)
     view = workspace._to_model()  # its only way to plain values
     json_path.write_text(view.model_dump_json(by_alias=True, exclude_none=True, indent=1) + "\n", encoding="utf-8")
     return str(json_path)
+
+
+def _send(workspace: Any) -> str:
+    from wandb.errors import Error
+
+    try:
+        return workspace.save().url
+    except Error as error:
+        raise ValueError(f"W&B did not take the workspace: {error}") from error
 
 
 def _sections(folder: Path | None) -> Sequence[Section]:
