@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rollout.config import parse_bytes
 from rollout_trainers.alerts_config import AlertsSection
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.early_stop_config import EarlyStopSection, Mode
@@ -324,6 +325,7 @@ class RunConfig:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
@@ -350,6 +352,7 @@ class RunConfig:
             )
         self._check_loss()
         self._check_critic()
+        self._check_asynchrony()
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
@@ -364,6 +367,26 @@ class RunConfig:
         check_evaluation_metric("early_stop", "metric", metric)
         if not self.evaluation.is_repeated:
             fail("evaluation", "every", self.evaluation.every, f"above 0 where early_stop.metric is {metric!r}")
+
+    def _check_asynchrony(self) -> None:
+        asynchrony, engine = self.asynchrony, self.engine
+        if not asynchrony.is_active:
+            return
+        if engine.memory_budget is not None:
+            why = "samples stay in the KV pool, which then cannot change"
+            fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")
+        if engine.sleep and asynchrony.samples_ahead:
+            why = "the engine samples while the trainer learns"
+            fail("engine", "sleep", True, f"false with asynchrony.mode {asynchrony.mode!r}: {why}")
+        if engine.sleep and asynchrony.held_cache_mode == "keep":
+            fail("asynchrony", "held_cache", "keep", "'recompute' with engine.sleep, which gives the KV pool back")
+        is_corrected = self.algorithm.recompute_logprobs and self.loss.importance_level != "none"
+        if self.loss.surrogate == "log_probability" and not is_corrected:
+            fail(
+                *("loss", "surrogate", self.loss.surrogate),
+                "'clipped' or 'cispo' with asynchrony, or algorithm.recompute_logprobs true with a loss.correction: "
+                "without a ratio the gradient would be that of older policies",
+            )
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):

@@ -6,18 +6,23 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
+from rollout.models.causal_lm import CausalLM
 from rollout.models.pretrained import resolve_model
+from rollout.platform.platform import platform_for
+from rollout_trainers.asynchronous import GroupStream, check_task
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import EVALUATION_PREFIX
 from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.own_model import load_own_model
 from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
@@ -73,6 +78,7 @@ def run(
     """
     started = time.perf_counter()
     task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+    check_task(config.asynchrony, task)
     task = _with_reward_model(task, config.reward_model)
     _check_evaluated(config, task)
     with open_run(config, run_settings(config, task)) as checkpoint:
@@ -80,9 +86,11 @@ def run(
         progress.say(f"{config.name}: loading {config.model}")
         seed_generators(derive_seed(config.seed, "generators"))
         engine = _make_engine(config)
-        session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
-        session.train()
-        return session.finish(started)
+        trainer = _make_trainer(config, engine, task)
+        with closing(trainer):
+            session = Session(config, trainer, progress, checkpoint)
+            session.train()
+            return session.finish(started)
 
 
 def _check_evaluated(config: RunConfig, task: Task) -> None:
@@ -153,14 +161,23 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     """PPO's where there is a critic."""
     producer = _make_producer(config, engine, task)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    stream = GroupStream(engine, task.train, config) if config.asynchrony.is_active else None
+    policy = SharedPolicy(_policy_model(config, engine), config.sampling.temperature, config.loss.uses_kl)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty)
-    return GRPOTrainer(producer, policy, task, config, treaty)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, stream=stream)
+    return GRPOTrainer(producer, policy, task, config, treaty, stream=stream)
+
+
+def _policy_model(config: RunConfig, engine: LLM) -> CausalLM:
+    """The engine's own module, or another with weights of its own where the engine samples while they change."""
+    if not config.asynchrony.samples_ahead:
+        return engine.shared_model()
+    device = platform_for(config.engine.device).device
+    return load_own_model(resolve_model(config.model), config.engine.dtype, device)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:
