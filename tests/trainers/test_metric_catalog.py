@@ -38,6 +38,7 @@ OPTIONS = {
         "tracking.diagnose_above=1e-9",
     ),
     "ppo": ("loss.algorithm=ppo",),
+    "ahead": ("asynchrony.mode=in_flight", "asynchrony.max_staleness=2", "engine.sleep=false", "steps=2"),
     "tools": ("environment.max_turns=2",),
 }
 

@@ -91,6 +91,7 @@ LAYOUT: tuple[Section, ...] = (
             Panel("Importance weights of the samples' tokens", ("histogram/importance",), "histogram"),
             Panel("Tokens left out by the off-policy correction (share)", ("rollout_corr/rollout_rs_masked_fraction",)),
             Panel("Policy versions that samples are behind", ("staleness/mean", "staleness/max")),
+            Panel("Samples of several policies (share)", ("staleness/partial_ratio",)),
         ),
     ),
     Section(
@@ -118,7 +119,12 @@ LAYOUT: tuple[Section, ...] = (
             Panel(
                 "Drafts and those accepted, so far", ("engine/draft_tokens_total", "engine/accepted_draft_tokens_total")
             ),
-            Panel("Seconds that trainer and sampler wait", ("async/*idle_seconds",)),
+            Panel("Seconds that trainer and sampler wait", ("async/idle_seconds/*",)),
+            Panel("Groups that wait, and that are being sampled", ("async/groups_waiting", "async/groups_in_flight")),
+            Panel(
+                "Mean length of what was learned from, and of what was begun (tokens)",
+                ("over_sampling/trained_mean_length", "over_sampling/begun_mean_length"),
+            ),
         ),
     ),
     Section(

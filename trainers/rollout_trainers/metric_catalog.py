@@ -160,6 +160,27 @@ CATALOG: tuple[MetricGroup, ...] = (
         ),
     ),
     MetricGroup(
+        "Asynchrony",
+        "each step with the section `asynchrony` (`docs/asynchrony.md`): `idle_seconds` where it samples ahead, "
+        "`over_sampling` where groups are kept between steps",
+        (
+            Metric("staleness/mean", "versions", "how far the policies that sampled the tokens are behind", "mean,max"),
+            Metric("staleness/max", "versions", "the same of the oldest token", "max"),
+            Metric("staleness/versions_per_sample", _COUNT, "mean number of policies that sampled one", "mean"),
+            Metric("staleness/partial_ratio", _SHARE, "samples of several policies", "mean"),
+            Metric("async/steps_waited/mean", "steps", "how long groups were left out of batches", "mean"),
+            Metric("async/steps_waited/max", "steps", "longest", "max"),
+            Metric("async/groups_waiting", _COUNT, "groups that have ended and wait"),
+            Metric("async/groups_in_flight", _COUNT, "groups that are being sampled"),
+            Metric("async/idle_seconds/trainer", _SECONDS, "the trainer waited for samples", "mean"),
+            Metric("async/idle_seconds/sampler", _SECONDS, "the engine waited for the trainer", "mean"),
+            Metric("over_sampling/trained_mean_length", _TOKENS, "mean length of all that was learned from so far"),
+            Metric("over_sampling/begun_mean_length", _TOKENS, "mean length of all that was begun so far"),
+            Metric("over_sampling/waiting_mean_length", _TOKENS, "mean length, by now, of what is on its way"),
+            Metric("over_sampling/length_bias", _TOKENS, "trained less begun: below 0 where short ones come first"),
+        ),
+    ),
+    MetricGroup(
         "Environments",
         "each step of episodes; `tools/…` with `ToolEnvironment`. Environments and reward functions add their own",
         (
