@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.alerts_config import AlertsSection
 from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
@@ -277,11 +278,16 @@ class TrackingSection:
     """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
 
     Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
-    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    (`LLM.diagnose`), at most once in `diagnose_every` steps. `entity` to `notes` are W&B's own (None: its defaults).
     """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
     sample_every: int = 5
     samples: int = 16
     diagnose_above: float | None = 1e-3
@@ -289,6 +295,10 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        if not isinstance(self.tags, tuple) or not all(
+            isinstance(tag, str) and 1 <= len(tag) <= 64 for tag in self.tags
+        ):
+            fail("tracking", "tags", self.tags, "a list of texts of 1 to 64 characters, W&B's limit")
         check_integer("tracking", "sample_every", self.sample_every, 1)
         check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:
@@ -328,6 +338,7 @@ class RunConfig:
     early_stop: EarlyStopSection = field(default_factory=EarlyStopSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):
@@ -362,9 +373,6 @@ class RunConfig:
             )
         if policy.offload and self.engine.device == "cpu":
             fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
-        if policy.offload and self.distributed.is_sharded:
-            kind = self.distributed.kind
-            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose optimiser is the library's")
         if policy.offload and not self.engine.sleep:
             fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
 
