@@ -14,6 +14,7 @@ from rollout.config import parse_bytes
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.teacher_config import TeacherSection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -274,6 +275,7 @@ class RunConfig:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
@@ -313,7 +315,8 @@ class RunConfig:
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""
         algorithm, loss = self.algorithm, self.loss
-        if loss.uses_groups:
+        self.teacher.check_loss(loss)
+        if loss.uses_groups and self.teacher.uses_rewards:
             check_integer("algorithm", "group_size", algorithm.group_size, 2)
         if algorithm.group_size * algorithm.prompts_per_step < 2:
             fail("algorithm", "prompts_per_step", algorithm.prompts_per_step, "at least 2 with a group_size of 1")

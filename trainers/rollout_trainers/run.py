@@ -15,6 +15,7 @@ from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
+from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.policy import SharedPolicy
@@ -25,6 +26,7 @@ from rollout_trainers.resume import find_checkpoint, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.tasks import make_task
+from rollout_trainers.teacher import check_teacher, load_teacher
 from rollout_trainers.tracking import ProgressLine
 from rollout_trainers.types import Example, RewardFunction, Task
 
@@ -72,6 +74,7 @@ def run(
     started = time.perf_counter()
     task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
     task = _with_reward_model(task, config.reward_model)
+    check_teacher(config)
     checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
     progress.say(f"{config.name}: loading {config.model}")
@@ -92,15 +95,29 @@ def _resolve_task(
     if task is not None:
         return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions and environment is None and config.reward_model.model is None:
-            raise ValueError(
-                "reward_functions is empty: give at least one with the training examples, or a reward_model"
-            )
+        _check_rewards(config, reward_functions, evaluation, environment)
         return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
     return replace(
         named, rewards=tuple(reward_functions) or named.rewards, environment=environment or named.environment
     )
+
+
+def _check_rewards(
+    config: RunConfig,
+    reward_functions: Sequence[RewardFunction],
+    evaluation: Sequence[Example],
+    environment: EnvironmentFactory | None,
+) -> None:
+    """Raises `ValueError` where nothing says how good the samples of examples are."""
+    if reward_functions or environment is not None or config.reward_model.model is not None:
+        return
+    if config.teacher.uses_rewards:
+        raise ValueError(
+            "reward_functions is empty: give at least one with the training examples, or a reward_model or teacher"
+        )
+    if evaluation:
+        raise ValueError("reward_functions is empty: a teacher trains without, but the evaluation examples need one")
 
 
 def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
@@ -139,15 +156,18 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 
 
 def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
-    """PPO's where there is a critic."""
+    """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
     policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
+    teacher = load_teacher(config)
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
         return PPOTrainer(producer, policy, critic, task, config, treaty)
+    if teacher is not None:
+        return DistillationTrainer(producer, policy, teacher, task, config, treaty)
     return GRPOTrainer(producer, policy, task, config, treaty)
 
 
