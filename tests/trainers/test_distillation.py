@@ -62,6 +62,7 @@ def test_advantages_are_those_of_a_plain_loop(baseline: Any, discount: float):
     ]
     mean = sum(map(sum, to_go)) / sum(lengths) if baseline == "batch_mean" else 0.0
     for sample, values, advantage in zip(samples, to_go, task, strict=True):
+        assert sample.token_advantages is not None
         expected = [0.3 * (value - mean) + 2.0 * advantage for value in values]
         np.testing.assert_allclose(sample.token_advantages, expected, rtol=1e-5, atol=1e-6)
         assert sample.advantage == pytest.approx(np.mean(expected), abs=1e-6)
