@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,10 @@ def trained(value: float) -> tuple[dict[str, torch.nn.Parameter], MasterAdamW]:
     return named, optimizer
 
 
+def saving(named: dict[str, torch.nn.Parameter], source: Path) -> Callable[[Path], None]:
+    return lambda folder: save_model(folder, named.items(), source)
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_tiny_llama(tmp_path / "source", tokenizer=True)
@@ -55,7 +60,7 @@ def test_a_checkpoint_restores_optimizer_notes_and_random_states(tmp_path: Path,
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
-    save_checkpoint(tmp_path / "all", 7, named.items(), {"optimizer": optimizer}, {"num_tokens": 11}, source, keep=2)
+    save_checkpoint(tmp_path / "all", 7, saving(named, source), {"optimizer": optimizer}, {"num_tokens": 11}, keep=2)
     expected = (random.random(), np.random.standard_normal(), torch.rand(1).item())
     named["weight"].square().sum().backward()
     optimizer.step(1e-2)
@@ -74,21 +79,21 @@ def test_a_checkpoint_restores_optimizer_notes_and_random_states(tmp_path: Path,
 def test_only_the_newest_checkpoints_stay(tmp_path: Path, source: Path):
     named, optimizer = trained(1.0)
     for step in (2, 10, 9):
-        save_checkpoint(tmp_path / "all", step, named.items(), {"optimizer": optimizer}, {}, source, keep=2)
+        save_checkpoint(tmp_path / "all", step, saving(named, source), {"optimizer": optimizer}, {}, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path / "all")] == ["step-000009", "step-000010"]
 
 
 def test_a_save_that_fails_leaves_the_checkpoints_before_it(tmp_path: Path, source: Path, monkeypatch):
     named, optimizer = trained(1.0)
     root = tmp_path / "all"
-    save_checkpoint(root, 1, named.items(), {"optimizer": optimizer}, {}, source, keep=1)
+    save_checkpoint(root, 1, saving(named, source), {"optimizer": optimizer}, {}, keep=1)
 
     def full_disk(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(checkpoint.torch, "save", full_disk)
     with pytest.raises(OSError, match="no space"):
-        save_checkpoint(root, 2, named.items(), {"optimizer": optimizer}, {}, source, keep=1)
+        save_checkpoint(root, 2, saving(named, source), {"optimizer": optimizer}, {}, keep=1)
     assert [path.name for path in list_checkpoints(root)] == ["step-000001"]
     load_checkpoint(root / "step-000001", {"optimizer": optimizer})
 

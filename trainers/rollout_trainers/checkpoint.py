@@ -13,7 +13,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,20 @@ def save_model(folder: Path, named_parameters: Iterable[tuple[str, torch.Tensor]
 def save_checkpoint(
     root: Path,
     step: int,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    save_policy: Callable[[Path], None],
     optimizers: Mapping[str, MasterAdamW],
     notes: Mapping[str, Any],
-    source: Path,
     keep: int,
 ) -> Path:
-    """Writes `root/step-…`, with the state of `optimizers` by name, and removes all but the newest `keep`.
+    """Writes `root/step-…`, with the model that `save_policy` writes into the folder it is given and the state of
+    `optimizers` by name, and removes all but the newest `keep`.
 
     An interrupted save leaves the older ones alone."""
     final = root / f"step-{step:06d}"
     partial = root / f".partial-{step:06d}-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_model(partial / "model", named_parameters, source)
+    save_policy(partial / "model")
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     torch.save({**states, "random": _random_states()}, partial / "trainer.pt")
     (partial / "state.json").write_text(json.dumps({"step": step, "notes": dict(notes)}), encoding="utf-8")

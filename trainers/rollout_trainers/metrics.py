@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -88,6 +88,24 @@ class LearnStatistics:
     def merged_mismatch(self) -> Mismatch:
         """Over all tokens that were compared so far."""
         return merge_mismatches(self.mismatch)
+
+
+def merge_statistics(parts: Sequence[LearnStatistics]) -> LearnStatistics:
+    """Those of one step on all ranks: sums over their micro-batches, and what is the same on all of them."""
+    merged = replace(parts[0], clips=[replace(clips) for clips in parts[0].clips], mismatch=[*parts[0].mismatch])
+    for part in parts[1:]:
+        merged.loss += part.loss
+        merged.num_tokens += part.num_tokens
+        merged.num_input_tokens += part.num_input_tokens
+        merged.kl_sum += part.kl_sum
+        merged.drift_sum += part.drift_sum
+        merged.mismatch += part.mismatch
+        for clips, more in zip(merged.clips, part.clips, strict=True):
+            clips.low += more.low
+            clips.high += more.high
+            clips.dual += more.dual
+            clips.num_tokens += more.num_tokens
+    return merged
 
 
 def merge_mismatches(parts: Sequence[Mismatch]) -> Mismatch:

@@ -14,7 +14,7 @@ from rollout.sampling_params import SamplingParams
 from rollout_trainers.config import TrackingSection
 from rollout_trainers.corrections import Mismatch
 from rollout_trainers.packing import pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Engine
 from rollout_trainers.types import Sample
 
@@ -58,7 +58,7 @@ class MismatchWatch:
 
 def examine(
     engine: Engine,
-    policy: SharedPolicy,
+    policy: Policy,
     samples: Sequence[Sample],
     temperature: float,
     token_budget: int,
@@ -76,7 +76,7 @@ def examine(
 
 
 def _diagnose(
-    engine: Engine, policy: SharedPolicy, samples: Sequence[Sample], temperature: float, token_budget: int
+    engine: Engine, policy: Policy, samples: Sequence[Sample], temperature: float, token_budget: int
 ) -> Diagnosis:
     used: dict[int, np.ndarray] = {}
     for batch in pack_micro_batches(samples, token_budget):

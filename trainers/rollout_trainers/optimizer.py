@@ -56,6 +56,10 @@ class MasterAdamW:
             fused=True,
         )
 
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds the gradient of a micro-batch's loss. `is_last`: of those before `step()`."""
+        loss.backward()
+
     def zero_grad(self) -> None:
         """Forgets the gradients summed so far; the buffers stay allocated."""
         for master in self.masters.values():

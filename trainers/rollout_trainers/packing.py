@@ -47,6 +47,28 @@ class PackedBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
+    @classmethod
+    def filler(cls) -> PackedBatch:
+        """One token of input and none to predict: a pass over it takes part in the ranks' collectives, and gives a
+        gradient of zeros."""
+        integers, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        return cls(
+            input_ids=torch.zeros(1, dtype=torch.int64),
+            positions=torch.zeros(1, dtype=torch.int64),
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            gather=torch.zeros(1, dtype=torch.int64),
+            first=torch.zeros(1, dtype=torch.int64),
+            rows=integers,
+            targets=integers,
+            lengths=integers,
+            sampler_logprobs=floats,
+            old_logprobs=floats,
+            advantages=floats,
+            sample_indices=(),
+            reference_logprobs=floats,
+            importance=floats,
+        )
+
     @property
     def num_input_tokens(self) -> int:
         return self.input_ids.numel()

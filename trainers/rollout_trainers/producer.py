@@ -91,7 +91,9 @@ class Producer(Protocol):
         self, step: int, examples: Sequence[Example], group_size: int, first_place: int = 0
     ) -> list[Sample]: ...
 
-    def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]: ...
+    def evaluate(
+        self, examples: Sequence[Example], temperature: float, max_tokens: int, first_place: int = 0
+    ) -> list[Sample]: ...
 
 
 _LARGEST_DIFFERENCE = 1e-3  # nats, between logprobs of one token that are the same but for rounding
@@ -129,15 +131,18 @@ class RolloutProducer:
         ]
         return self._generate(examples, params, is_trained_on=True, first_place=first_place)
 
-    def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]:
-        """One sample of each example; the seeds are the same whenever it is called."""
+    def evaluate(
+        self, examples: Sequence[Example], temperature: float, max_tokens: int, first_place: int = 0
+    ) -> list[Sample]:
+        """One sample of each example; the seeds are the same whenever it is called, and follow from the examples'
+        places, counted from `first_place` on."""
         params = [
             SamplingParams(
                 temperature=temperature, max_tokens=max_tokens, seed=derive_seed(self.seed, "evaluation", place)
             )
-            for place in range(len(examples))
+            for place in range(first_place, first_place + len(examples))
         ]
-        return self._generate(examples, params)
+        return self._generate(examples, params, first_place=first_place)
 
     def _generate(
         self,

@@ -18,7 +18,7 @@ from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.recipe import load_recipe
@@ -171,9 +171,9 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
     return GRPOTrainer(producer, policy, task, config, treaty)
 
 
-def _make_critic(config: RunConfig, policy: SharedPolicy) -> Critic:
-    section, output, seed = config.critic, policy.model.output_weight, derive_seed(config.seed, "critic")
+def _make_critic(config: RunConfig, policy: Policy) -> Critic:
+    section, seed = config.critic, derive_seed(config.seed, "critic")
     if section.kind == "value_head":
-        return ValueHead(policy.model, section.policy_gradient, seed)
+        return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, output.shape[0], config.engine.dtype, seed, output.device)
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.models.pretrained import resolve_model
-from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
+from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint
 from rollout_trainers.config import RunConfig
 from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
@@ -96,7 +96,7 @@ class Session:
     def finish(self, started: float) -> RunResult:
         """Saves the trained model, closes the trackers, writes the report."""
         config = self.config
-        save_model(self.directory / "model", self.trainer.policy.model.named_parameters(), resolve_model(config.model))
+        self.trainer.policy.save(self.directory / "model", resolve_model(config.model))
         base, trained = self.evaluations.get(0), self.evaluations.get(config.steps)
         p_value = None
         if base is not None and trained is not None and config.steps > 0:
@@ -145,10 +145,9 @@ class Session:
         save_checkpoint(
             self.directory / CHECKPOINTS,
             step,
-            self.trainer.policy.model.named_parameters(),
+            lambda folder: self.trainer.policy.save(folder, resolve_model(self.config.model)),
             self.trainer.optimizers,
             notes,
-            resolve_model(self.config.model),
             self.config.checkpoint.keep,
         )
 
