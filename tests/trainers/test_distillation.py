@@ -4,6 +4,7 @@ trainer end to end with the real engine on tiny random models."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from rollout.platform.platform import platform_for
 from rollout_trainers.distillation import add_teacher_advantages, discounted_to_go, teacher_metrics
 from rollout_trainers.packing import pack, pack_micro_batches
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import run
 from rollout_trainers.teacher import Teacher
@@ -86,6 +88,25 @@ def test_samples_that_the_teacher_has_not_read_and_samples_without_tokens_take_n
     metrics = teacher_metrics(samples)
     assert metrics == {"teacher/kl": 2.0, "teacher/sequence_kl": 2.0, "teacher/logprob": -3.5}
     assert teacher_metrics([unread]) == teacher_metrics([empty]) == {}
+
+
+class SecondOfTwo(Ranks):
+    """What it is told by the first is `others`."""
+
+    def __init__(self, others: list[Any]) -> None:
+        super().__init__()
+        self.others = others
+
+    def gather_all(self, values: Sequence[Any]) -> tuple[list[Any], slice]:
+        return [*self.others, *values], slice(len(self.others), None)
+
+
+def test_the_baseline_is_the_mean_over_the_tokens_of_all_ranks():
+    sample = read_sample([-1.0, -2.0], [-2.0, -5.0])
+    ranks = SecondOfTwo([np.array([2.0, 5.0, 2.0])])
+    add_teacher_advantages([sample], TeacherSection("teacher", baseline="batch_mean"), ranks)
+    assert sample.token_advantages is not None
+    assert sample.token_advantages.tolist() == [-2.0, -4.0]
 
 
 # case TR-04 (the KL's value and gradient)

@@ -16,11 +16,13 @@ import numpy as np
 
 from rollout.memory_treaty import MemoryTreaty
 from rollout_trainers.config import RunConfig
+from rollout_trainers.data_parallel import gathered_samples
 from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.packing import pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.teacher import Teacher
 from rollout_trainers.teacher_config import TeacherSection
 from rollout_trainers.types import Sample, Task
@@ -32,14 +34,21 @@ class DistillationTrainer(GRPOTrainer):
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         teacher: Teacher,
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.teacher = teacher
-        super().__init__(producer, policy, task, config, treaty)  # last: it shares out the memory that is left
+        super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left
+
+    def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:
+        """All optimiser steps over one step's samples."""
+        statistics = super().learn(step, samples)
+        statistics.further |= teacher_metrics(gathered_samples(self.ranks, samples))
+        return statistics
 
     def freeze_logprobs(self, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """The teacher's logprobs, too: it reads before the first update and does not change."""
@@ -47,26 +56,27 @@ class DistillationTrainer(GRPOTrainer):
         batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
         for sample, part in by_sample(samples, batches, self.teacher.logprobs(batches)):
             sample.teacher_logprobs = part
-        statistics.further |= teacher_metrics(samples)
 
     def assign_advantages(self, samples: Sequence[Sample]) -> None:
         """What the teacher says of each token and, as far as they count, the samples' rewards."""
         section = self.config.teacher
         if section.uses_rewards:
             super().assign_advantages(samples)
-        add_teacher_advantages(samples, section)
+        add_teacher_advantages(samples, section, self.ranks)
 
 
-def add_teacher_advantages(samples: Sequence[Sample], section: TeacherSection) -> None:
+def add_teacher_advantages(samples: Sequence[Sample], section: TeacherSection, ranks: Ranks | None = None) -> None:
     """Adds to `reward_weight` times the advantages that the samples have what the teacher says, see `TeacherSection`.
 
-    Samples without `teacher_logprobs`, which are not learned from, have no part in the baseline.
+    Samples without `teacher_logprobs`, which are not learned from, have no part in the baseline, which is over the
+    samples of all `ranks`.
     """
     read = [sample for sample in samples if sample.teacher_logprobs is not None]
     rewards = [discounted_to_go(teacher_rewards(sample), section.discount) for sample in read]
     baseline = 0.0
     if section.baseline == "batch_mean":
-        joined = np.concatenate([np.zeros(0), *rewards])
+        everyones, _ = (ranks or Ranks()).gather_all(rewards)
+        joined = np.concatenate([np.zeros(0), *everyones])
         baseline = float(joined.mean()) if joined.size else 0.0
     for sample, own in zip(read, rewards, strict=True):
         advantages = section.weight * (own - baseline)
