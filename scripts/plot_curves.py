@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CURVES = Path(__file__).resolve().parents[1] / "docs" / "curves"
 HELD_OUT = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
 COMMON = ("reward", *HELD_OUT, "completions/mean_length", "entropy", "grad_norm", "learning_rate")
-# Of some recipes, with the title of its panel. The first that a run has logged is drawn.
+# Of some recipes, with the title of its panel. The first that is not 0 throughout is drawn.
 FURTHER: Mapping[str, str] = {
     "teacher/kl": "KL to the teacher, nats a token",
     "teacher/logprob": "Logprob of the teacher",
@@ -80,7 +80,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     _draw_rewards(rewards, rows)
     _draw_metric(length, rows, "completions/mean_length", "Tokens of a sample")
     _draw_metric(entropy, rows, "entropy", "Entropy, nats a token")
-    name = next((name for name in FURTHER if sum(name in row for row in rows) > 1), "grad_norm")
+    name = next((name for name in FURTHER if any(row.get(name) for row in rows)), "grad_norm")
     _draw_metric(own, rows, name, FURTHER.get(name, "Norm of the gradient"))
     for axes in (entropy, own):
         axes.set_xlabel("step")

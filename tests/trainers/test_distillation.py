@@ -3,14 +3,17 @@ trainer end to end with the real engine on tiny random models."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from rollout.platform.platform import platform_for
@@ -316,3 +319,18 @@ def test_a_teacher_may_have_more_tokens_than_the_tokenizer_names(student: Path, 
 def test_examples_for_evaluation_need_a_reward(student: Path, teacher: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="the evaluation examples need one"):
         train(student, teacher, tmp_path, evaluation=TRAIN[:1])
+
+
+def test_the_pages_code_runs(student: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    exec(
+        compile(code, "distillation.md", "exec"),
+        {"MODEL": str(student), "TEACHER": str(teacher), "OUTPUT": str(tmp_path)},
+    )
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+    assert (tmp_path / "model" / "config.json").is_file()
+    section = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    assert config_from_values({"model": "m", **section}).teacher.model == "path/to/the/teacher"
+    options = {name for line in page.splitlines() for name in re.findall(r"^\| `(\w+)` \|", line)}
+    assert options == {field.name for field in fields(TeacherSection)}
