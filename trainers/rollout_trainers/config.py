@@ -13,7 +13,9 @@ from typing import Any, Literal
 from rollout.config import parse_bytes
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
+from rollout_trainers.distributed_config import DistributedSection
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.policy_config import PolicySection
 from rollout_trainers.teacher_config import TeacherSection
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -269,6 +271,7 @@ class RunConfig:
     seed: int = 0
     resume: bool = False
     engine: EngineSection = field(default_factory=EngineSection)
+    policy: PolicySection = field(default_factory=PolicySection)
     task: TaskSection = field(default_factory=TaskSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -278,6 +281,7 @@ class RunConfig:
     teacher: TeacherSection = field(default_factory=TeacherSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    distributed: DistributedSection = field(default_factory=DistributedSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
@@ -296,10 +300,24 @@ class RunConfig:
                 *("algorithm", "recompute_logprobs", False),
                 "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
             )
+        self._check_policy()
         self._check_loss()
         self._check_critic()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_policy(self) -> None:
+        policy = self.policy
+        if not policy.is_exact and not self.algorithm.recompute_logprobs:
+            fail(
+                *("algorithm", "recompute_logprobs", False),
+                f"true with policy.kind {policy.kind!r}, whose logprobs are the sampler's only to rounding: importance "
+                "weights correct the difference",
+            )
+        if policy.offload and self.engine.device == "cpu":
+            fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
+        if policy.offload and not self.engine.sleep:
+            fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):

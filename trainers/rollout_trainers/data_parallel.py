@@ -92,6 +92,15 @@ class DataParallelAdamW(MasterAdamW):
             super().load_state_dict(shared_state(ranks, self.state_dict(), self.masters))
 
 
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerSection, ranks: Ranks, name: str
+) -> MasterAdamW:
+    """AdamW over parameters that every rank has whole."""
+    if ranks.size == 1:
+        return MasterAdamW(named_parameters, config)
+    return DataParallelAdamW(named_parameters, config, ranks, name)
+
+
 def shared_state(ranks: Ranks, own: dict[str, Any], shapes: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Rank 0's state of an optimiser on all ranks, one tensor after the other; `shapes` has a tensor of each name."""
     names = ranks.from_main(list(own["moments"]))

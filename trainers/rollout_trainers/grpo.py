@@ -13,7 +13,7 @@ verifies what is there, and makes everything that was computed from the old weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from rollout.platform.platform import platform_for
 from rollout_trainers.config import RunConfig
 from rollout_trainers.corrections import correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
-from rollout_trainers.data_parallel import check_same_policy, gathered_samples
+from rollout_trainers.data_parallel import check_same_policy, gathered_samples, make_optimizer
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
 from rollout_trainers.kl_control import KLControl, sequence_kl
@@ -43,6 +43,7 @@ from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
 from rollout_trainers.optimizer import MasterAdamW, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
+from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.ranks import Ranks
@@ -73,7 +74,7 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = MasterAdamW(policy.named_parameters(), config.optimizer)
+        self.optimizer = make_optimizer(policy.named_parameters(), config.optimizer, self.ranks, "optimizer")
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
@@ -98,6 +99,14 @@ class GRPOTrainer:
     def optimizers(self) -> dict[str, MasterAdamW]:
         """By their names in checkpoints."""
         return {"optimizer": self.optimizer}
+
+    @property
+    def methods(self) -> dict[str, Callable[..., object]]:
+        """What rank 0 calls on all ranks, by name (`Ranks.follow`)."""
+        methods = {"step": self.step, "evaluate": self.evaluate, "update_engine": self.update_engine}
+        for name, each in self.optimizers.items():
+            methods |= {f"{name}.state_dict": each.state_dict, f"{name}.load_state_dict": each.load_state_dict}
+        return methods
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples of all ranks and
@@ -259,11 +268,10 @@ class GRPOTrainer:
         statistics.correction = correction_metrics(everyones, loss.importance_cap)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """All samples with a completion token, in micro-batches.
-
-        As many on every rank where passes of the policy are collective: those that teach nothing fill up.
-        """
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        """All samples with a completion token, in parts that the policy takes one at a time. Where its passes are
+        collective there are as many on every rank, some of which may teach nothing."""
+        in_parts = padded_micro_batches if self.policy.is_padded else pack_micro_batches
+        batches = in_parts(samples, self.config.algorithm.micro_batch_tokens)
         if self.policy.is_collective:
             batches += [PackedBatch.filler()] * (self.ranks.most(len(batches)) - len(batches))
         return batches

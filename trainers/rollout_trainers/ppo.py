@@ -22,7 +22,7 @@ from rollout.memory_treaty import MemoryTreaty
 from rollout_trainers.config import OptimizerSection, RunConfig
 from rollout_trainers.critic import Critic
 from rollout_trainers.critic_metrics import CriticStatistics, merge_critic_statistics
-from rollout_trainers.data_parallel import gathered_samples
+from rollout_trainers.data_parallel import gathered_samples, make_optimizer
 from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics
@@ -52,7 +52,8 @@ class PPOTrainer(GRPOTrainer):
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
-        self.critic_optimizer = MasterAdamW(critic.named_parameters(), self.critic_section)
+        ranks = ranks or Ranks()
+        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks, "critic")
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
         super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left

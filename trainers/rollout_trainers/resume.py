@@ -22,6 +22,7 @@ _FREE = {
     "resume",
     "checkpoint",
     "tracking",
+    "distributed",
     "evaluation.every",
     "algorithm.micro_batch_tokens",
     "engine.device",
@@ -31,6 +32,8 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "policy.gradient_checkpointing",
+    "policy.offload",
     "environment.max_concurrent",
 }
 

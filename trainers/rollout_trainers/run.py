@@ -18,9 +18,12 @@ from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.policy import Policy, SharedPolicy
+from rollout_trainers.launch import joined
+from rollout_trainers.make_policy import make_policy
+from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.resume import find_checkpoint, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
@@ -68,18 +71,34 @@ def run(
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
     own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
 
+    Where `config.distributed` wants several processes, each of them calls this with the same arguments, and all return
+    the same.
+
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints.
+    checkpoints; `RankFailedError` where another process of the run has failed.
     """
     started = time.perf_counter()
-    task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
-    task = _with_reward_model(task, config.reward_model)
-    check_teacher(config)
-    checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
-    progress.say(f"{config.name}: loading {config.model}")
-    engine = _make_engine(config)
-    session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
+    checkpoint = None
+    with joined(config) as ranks:
+        with ranks.together():
+            task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+            task = _with_reward_model(task, config.reward_model)
+            check_teacher(config)
+            if ranks.is_main:
+                checkpoint = find_checkpoint(config, run_settings(config, task))
+                progress.say(f"{config.name}: loading {config.model}")
+            engine = _make_engine(config)
+        trainer = _make_trainer(config, engine, task, ranks)
+        if not ranks.is_main:
+            return ranks.follow(trainer.methods)
+        return ranks.lead(lambda: _session(config, trainer, progress, checkpoint, started))
+
+
+def _session(
+    config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None, started: float
+) -> RunResult:
+    session = Session(config, trainer, progress, checkpoint)
     session.train()
     return session.finish(started)
 
@@ -155,20 +174,20 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
     return replace(task, rewards=(*task.rewards, model))
 
 
-def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
+def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
     """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     teacher = load_teacher(config)
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks)
     if teacher is not None:
-        return DistillationTrainer(producer, policy, teacher, task, config, treaty)
-    return GRPOTrainer(producer, policy, task, config, treaty)
+        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:
