@@ -74,7 +74,7 @@ def test_what_the_page_says_of_a_run_is_in_its_table(table: Path, script: dict[s
     section, rows = sections()[table.stem], script["read_table"](table)
     evaluated = [row for row in rows if "eval/accuracy" in row]
     shares = [f"{100 * row['eval/accuracy']:.0f} %" for row in (evaluated[0], evaluated[-1])]
-    assert f"Held out: {shares[0]} before, {shares[1]} after {rows[-1]['step']:.0f} steps" in section
+    assert f"Held out: {shares[0]} before, {shares[1]} after {rows[-1]['step']:.0f} steps" in " ".join(section.split())
     assert evaluated[-1]["step"] == rows[-1]["step"]
     picture = table.with_suffix(".png")
     assert f"(curves/{picture.name})" in section
