@@ -73,7 +73,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), dpi=75, layout="constrained")
+    figure = Figure(figsize=(8, 4.4), dpi=72, layout="constrained")
     FigureCanvasAgg(figure)
     rewards, length, entropy, own = figure.subplots(2, 2, sharex=True).flat
     figure.suptitle(title)
@@ -85,6 +85,15 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     for axes in (entropy, own):
         axes.set_xlabel("step")
     figure.savefig(path)
+
+
+def held_out(rows: Sequence[Row]) -> str:
+    """The sentence that the page has about a run."""
+    evaluated = [row for row in rows if HELD_OUT[0] in row]
+    if len(evaluated) < 2:
+        return "no held-out accuracy"
+    before, after = (f"{100 * row[HELD_OUT[0]]:.0f} %" for row in (evaluated[0], evaluated[-1]))
+    return f"Held out: {before} before, {after} after {evaluated[-1]['step']:.0f} steps"
 
 
 def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
@@ -121,8 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = [options.folder / f"{options.name or options.run.name}.csv"]
         write_table(tables[0], rows_of_run(options.run))
     for table in tables:
-        plot(read_table(table), table.stem, table.with_suffix(".png"))
-        print(table.with_suffix(".png"))
+        rows = read_table(table)
+        plot(rows, table.stem, table.with_suffix(".png"))
+        print(f"{table.with_suffix('.png')}: {held_out(rows)}")
 
 
 if __name__ == "__main__":
