@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollout.errors import RolloutError
 from rollout.models.causal_lm import CausalLM
 from rollout_trainers.config import RunConfig
 from rollout_trainers.ranks import Ranks
@@ -113,7 +114,7 @@ def failing_after(calls: int, rank: int = 1) -> Callable[..., list[float]]:
 def outcome(action: Callable[[], object]) -> str:
     try:
         action()
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, RolloutError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 

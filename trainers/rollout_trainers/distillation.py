@@ -19,6 +19,7 @@ from rollout_trainers.config import RunConfig
 from rollout_trainers.data_parallel import gathered_samples
 from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.metrics import LearnStatistics
+from rollout_trainers.optimizer import Optimizer
 from rollout_trainers.packing import pack_micro_batches
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
@@ -40,9 +41,12 @@ class DistillationTrainer(GRPOTrainer):
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.teacher = teacher
-        super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left
+        super().__init__(
+            producer, policy, task, config, treaty, ranks, optimizer
+        )  # last: it shares out the memory that is left
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:
         """All optimiser steps over one step's samples."""

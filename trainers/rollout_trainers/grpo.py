@@ -13,15 +13,19 @@ verifies what is there, and makes everything that was computed from the old weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
+from rollout.models.pretrained import resolve_model
 from rollout.platform.platform import platform_for
+from rollout_trainers.checkpoint import MODEL_FOLDER, load_trainer_state, save_trainer_state
 from rollout_trainers.config import RunConfig
 from rollout_trainers.corrections import correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
@@ -41,7 +45,7 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
@@ -67,6 +71,7 @@ class GRPOTrainer:
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.producer = producer
@@ -74,7 +79,7 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = make_optimizer(policy.named_parameters(), config.optimizer, self.ranks, "optimizer")
+        self.optimizer = optimizer or make_optimizer(policy.named_parameters(), config.optimizer, self.ranks)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
@@ -96,17 +101,55 @@ class GRPOTrainer:
         return replace(self.config.loss, kl_coefficient=self.kl_control.coefficient)
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         """By their names in checkpoints."""
         return {"optimizer": self.optimizer}
 
     @property
     def methods(self) -> dict[str, Callable[..., object]]:
         """What rank 0 calls on all ranks, by name (`Ranks.follow`)."""
-        methods = {"step": self.step, "evaluate": self.evaluate, "update_engine": self.update_engine}
-        for name, each in self.optimizers.items():
-            methods |= {f"{name}.state_dict": each.state_dict, f"{name}.load_state_dict": each.load_state_dict}
-        return methods
+        return {
+            "step": self.step,
+            "evaluate": self.evaluate,
+            "save": self.save,
+            "save_policy": self.save_policy,
+            "restore": self.restore,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Writes the policy, and what the training needs to go on, into the folder of a checkpoint: of each rank."""
+        with self.ranks.calling("save", folder):
+            self._save_policy(folder / MODEL_FOLDER)
+            with self.ranks.together():
+                save_trainer_state(folder, self.optimizers, self.state_dict(), self.ranks.rank)
+
+    def save_policy(self, folder: Path) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        with self.ranks.calling("save_policy", folder):
+            self._save_policy(folder)
+
+    def _save_policy(self, folder: Path) -> None:
+        if self.ranks.is_main or self.policy.is_collective:
+            self.policy.save(folder, resolve_model(self.config.model))
+
+    def restore(self, folder: Path, step: int) -> None:
+        """Goes on from a checkpoint, which is of `step`: its weights are the engine's policy of that version."""
+        with self.ranks.calling("restore", folder, step):
+            self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank))
+            self.update_engine(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the steps so far have changed, beside weights and optimisers; plain values."""
+        return {
+            "num_tokens": self.num_tokens,
+            "kl_coefficient": self.kl_control.coefficient,
+            "watch": self.watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_tokens = state["num_tokens"]
+        self.kl_control.coefficient = state["kl_coefficient"]
+        self.watch.load_state_dict(state["watch"])
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples of all ranks and
@@ -351,10 +394,6 @@ class GRPOTrainer:
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
-        with self.ranks.calling("update_engine", version):
-            self._update_engine(version)
-
-    def _update_engine(self, version: int) -> None:
         with self.engine.policy_update(version=version) as update:
             self.policy.load_into(update)
         self.receipt = update.receipt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,9 +70,11 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Writes a folder that `PeftModel.from_pretrained` loads."""
+def save_adapter(model: nn.Module, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a folder that `PeftModel.from_pretrained` loads, with the adapter's whole `tensors` by the model's names
+    for them."""
     from peft import PeftModel
 
     assert isinstance(model, PeftModel)
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)

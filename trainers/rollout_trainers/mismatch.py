@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +55,16 @@ class MismatchWatch:
         """Takes the answer."""
         if finding.verdict == Cause.PRECISION and self._above is not None:
             self._above = max(self._above, 2 * finding.difference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"above": self._above, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, by the section's own threshold where that is higher or none."""
+        self._last = state["last"]
+        if self._above is not None and state["above"] is not None:
+            self._above = max(self._above, state["above"])
 
 
 def examine(

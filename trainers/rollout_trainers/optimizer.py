@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,41 @@ def learning_rate(step: int, num_steps: int, config: OptimizerSection) -> float:
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
 
 
+def decay_groups(parameters: Iterable[torch.Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of a torch optimiser: weight decay is for matrices only (parameters of two or more dimensions)."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class Optimizer(Protocol):
+    """What the trainers ask of an optimiser: `MasterAdamW`, or one of a library that spreads the policy over ranks."""
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds the gradient of a micro-batch's loss. `is_last`: of those before `step()`."""
+        ...
+
+    def step(self, rate: float) -> float:
+        """One update at learning rate `rate`, after which gradients are zero. Returns the gradient's global norm before
+        it was clipped. Raises `FloatingPointError` if that is not finite."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients summed so far."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Float32 `masters` by name, and `moments` (step, exp_avg, exp_avg_sq) by the same names."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave, and the parameters."""
+        ...
+
+
 class MasterAdamW:
     """AdamW over named parameters. Weight decay applies to matrices only (parameters of two or more dimensions).
 
@@ -45,11 +80,8 @@ class MasterAdamW:
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))
-        matrices = [master for master in self.masters.values() if master.dim() >= 2]
-        vectors = [master for master in self.masters.values() if master.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            decay_groups(self.masters.values(), config.weight_decay),
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,

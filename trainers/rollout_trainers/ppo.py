@@ -27,7 +27,7 @@ from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
@@ -52,14 +52,13 @@ class PPOTrainer(GRPOTrainer):
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
-        ranks = ranks or Ranks()
-        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks, "critic")
+        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks or Ranks())
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
         super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         return {**super().optimizers, "critic": self.critic_optimizer}
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_trainers.charts import line_chart, running_mean, save_reward_curve, stacked_bars
+from rollout_trainers.durable import partial_name, put_file, write_text
 from rollout_trainers.tracking import DIAGNOSES_FILE, MEMORY_FILE, METRICS_FILE, SAMPLES_FILE, read_json_lines
 
 REPORT_FILE = "report.html"
@@ -62,7 +63,9 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     ]
     title = f"{summary['name']}: {summary['task']}"
     if importlib.util.find_spec("matplotlib") is not None:
-        save_reward_curve(directory / CURVE_FILE, title, _points(metrics, "reward"), evaluations)
+        curve = directory / CURVE_FILE
+        save_reward_curve(partial_name(curve), title, _points(metrics, "reward"), evaluations)
+        put_file(curve)
     page = _PAGE.format(
         title=html.escape(title),
         cards=_cards(summary, metrics),
@@ -72,7 +75,7 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
         diagnoses=_diagnoses(read_json_lines(directory / DIAGNOSES_FILE)),
     )
     path = directory / REPORT_FILE
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
     return path
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rollout_trainers.checkpoint import list_checkpoints, read_state
 from rollout_trainers.config import RunConfig
+from rollout_trainers.durable import exclusive, remove_leftovers
 from rollout_trainers.rewards import reward_names
 from rollout_trainers.types import Task
 
@@ -23,7 +25,12 @@ _FREE = {
     "checkpoint",
     "tracking",
     "distributed",
+    "early_stop",
     "evaluation.every",
+    "evaluation.at_start",
+    "evaluation.at_end",
+    "evaluation.at_steps",
+    "evaluation.every_seconds",
     "algorithm.micro_batch_tokens",
     "engine.device",
     "engine.max_num_seqs",
@@ -55,6 +62,17 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
+
+
+@contextmanager
+def open_run(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Path | None]:
+    """Holds the run's folder for this process, removes what dead ones have left half-written in it, and gives the
+    checkpoint to continue from (see `find_checkpoint`)."""
+    directory = Path(config.output_dir)
+    with exclusive(directory):
+        for folder in (directory, directory / CHECKPOINTS):
+            remove_leftovers(folder)
+        yield find_checkpoint(config, settings)
 
 
 def find_checkpoint(config: RunConfig, settings: Mapping[str, Any]) -> Path | None:

@@ -6,6 +6,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +18,24 @@ from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
+from rollout_trainers.evaluation import EVALUATION_PREFIX
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.launch import joined
 from rollout_trainers.make_policy import make_policy
 from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
+from rollout_trainers.random_states import seed_generators
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import load_recipe
-from rollout_trainers.resume import find_checkpoint, run_settings
+from rollout_trainers.resume import open_run, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
+from rollout_trainers.sharded import shard_policy
 from rollout_trainers.tasks import make_task
 from rollout_trainers.teacher import check_teacher, load_teacher
 from rollout_trainers.tracking import ProgressLine
+from rollout_trainers.transformers_policy import TransformersPolicy
 from rollout_trainers.types import Example, RewardFunction, Task
 
 
@@ -75,19 +80,22 @@ def run(
     the same.
 
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints; `RankFailedError` where another process of the run has failed.
+    checkpoints or in which another run is going on; `RankFailedError` where another process of the run has failed.
     """
     started = time.perf_counter()
     progress = ProgressLine(config.steps)
     checkpoint = None
-    with joined(config) as ranks:
+    with joined(config) as ranks, ExitStack() as stack:
         with ranks.together():
             task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
             task = _with_reward_model(task, config.reward_model)
             check_teacher(config)
+            _check_evaluated(config, task)
             if ranks.is_main:
-                checkpoint = find_checkpoint(config, run_settings(config, task))
+                checkpoint = stack.enter_context(open_run(config, run_settings(config, task)))
                 progress.say(f"{config.name}: loading {config.model}")
+            own = (ranks.rank,) if ranks.rank else ()
+            seed_generators(derive_seed(config.seed, "generators", *own))
             engine = _make_engine(config)
         trainer = _make_trainer(config, engine, task, ranks)
         if not ranks.is_main:
@@ -101,6 +109,14 @@ def _session(
     session = Session(config, trainer, progress, checkpoint)
     session.train()
     return session.finish(started)
+
+
+def _check_evaluated(config: RunConfig, task: Task) -> None:
+    """Raises `ValueError` for a metric of evaluations that there will not be."""
+    watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
+    for field, metric in watched.items():
+        if metric is not None and metric.startswith(EVALUATION_PREFIX) and not task.evaluation:
+            raise ValueError(f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation")
 
 
 def _resolve_task(
@@ -185,9 +201,12 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> G
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
         return PPOTrainer(producer, policy, critic, task, config, treaty, ranks)
+    optimizer = None
+    if isinstance(policy, TransformersPolicy) and config.distributed.is_sharded:
+        optimizer = shard_policy(policy, config, ranks)
     if teacher is not None:
-        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks)
-    return GRPOTrainer(producer, policy, task, config, treaty, ranks)
+        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks, optimizer)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:

@@ -1,28 +1,35 @@
-"""The course of a run around the trainer's steps: resume, evaluate, log, save, report."""
+"""The course of a run around the trainer's steps: resume, evaluate, log, stop, save, report."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rollout.models.pretrained import resolve_model
-from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint
+from rollout_trainers.best import Best, BestWatch
+from rollout_trainers.checkpoint import BEST_LINK, MODEL_FOLDER, mark_best, read_state, save_checkpoint
 from rollout_trainers.config import RunConfig
-from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
+from rollout_trainers.durable import new_folder
+from rollout_trainers.early_stop import EarlyStop, Stop, check_metric
+from rollout_trainers.evaluation import EVALUATION_PREFIX, Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, run_settings
+from rollout_trainers.run_record import read_record, write_record
 from rollout_trainers.tracking import ProgressLine, Tracker
 from rollout_trainers.types import Sample, SampleRow
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run ended with. `base` is the untrained policy on the held-out prompts, `trained` the final one."""
+    """What a run ended with. `base` is the untrained policy on the held-out prompts, `trained` the one that is saved as
+    the run's model. `stopped` says why the run ended early, if it did, and `best` which checkpoint is the best, where
+    the recipe asks for it."""
 
     directory: Path
     report: Path
@@ -30,10 +37,12 @@ class RunResult:
     trained: Evaluation | None
     p_value: float | None
     seconds: float
+    stopped: Stop | None = None
+    best: Best | None = None
 
 
 class Session:
-    """The course of a run around the trainer's steps: resume, evaluate, log, save, report.
+    """The course of a run around the trainer's steps: resume, evaluate, log, stop, save, report.
 
     It continues from `checkpoint`, where there is one.
     """
@@ -46,12 +55,15 @@ class Session:
         self.progress = progress
         self.directory = Path(config.output_dir)
         self.evaluations: dict[int, Evaluation] = {}  # by step; 0 is the untrained policy
+        self.early_stop = EarlyStop(config.early_stop)
+        self.best = BestWatch(config.checkpoint)
         self.last_step = 0
         for name in ("report.html", "reward.png"):  # of an earlier run: it must not pass for this one's
             (self.directory / name).unlink(missing_ok=True)
-        wandb_id = None
+        earlier = read_record(self.directory) if config.resume else None
+        wandb_id = earlier["wandb_id"] if earlier else None
         if checkpoint is not None:
-            self.last_step, wandb_id = self._resume(checkpoint)
+            self._resume(checkpoint)
         self.tracker = Tracker(
             config.tracking,
             self.directory,
@@ -60,47 +72,71 @@ class Session:
             first_step=self.last_step + 1 if self.last_step else 0,
             wandb_id=wandb_id,
         )
+        self.wandb_id = self.tracker.wandb_id or wandb_id
+        write_record(self.directory, self._identity(), is_finished=False)
+        self._evaluated_at = time.monotonic()
 
-    def _resume(self, checkpoint: Path) -> tuple[int, str | None]:
-        """Restores a checkpoint and makes it the engine's policy. Returns its step and the run's id in W&B."""
-        restored = load_checkpoint(checkpoint, self.trainer.optimizers)
+    def _resume(self, checkpoint: Path) -> None:
+        """Restores a checkpoint and makes it the engine's policy."""
+        restored = read_state(checkpoint)
+        self.trainer.restore(checkpoint, restored.step)
         for step, saved in restored.notes["evaluations"].items():
             self.evaluations[int(step)] = Evaluation(**{**saved, "successes": tuple(saved["successes"])})
-        self.trainer.num_tokens = restored.notes["num_tokens"]
-        self.trainer.kl_control.coefficient = restored.notes["kl_coefficient"]
-        self.trainer.update_engine(restored.step)
+        self.early_stop.load_state_dict(restored.notes["early_stop"])
+        self.best.load_state_dict(restored.notes["best"])
+        mark_best(checkpoint.parent, self.best.step)  # the process may have ended before it did
+        self.last_step = restored.step
         self.progress.say(f"{self.config.name}: resumed after step {restored.step}")
-        return restored.step, restored.notes["wandb_id"]
 
     def train(self) -> None:
         """All steps that are left, with the evaluations and checkpoints that the recipe asks for."""
+        if self.last_step == 0 and self.config.evaluation.at_start:
+            self.early_stop.observe(0, self._evaluate(0))
+        while self.last_step < self.config.steps and self.early_stop.stopped is None:
+            self._step(self.last_step + 1)
+
+    def _step(self, step: int) -> None:
         config = self.config
-        if self.last_step == 0:
-            self._evaluate(0)
-        for step in range(self.last_step + 1, config.steps + 1):
-            samples, metrics = self.trainer.step(step)
-            self.tracker.log(step, metrics)
-            self.tracker.log_memory(step, self.trainer.memory.measured.values())
-            if step % config.tracking.sample_every == 0 or step in (1, config.steps):
-                self.tracker.log_samples(step, self._rows(step, samples, "train"))
-            self.progress.update(step, _progress_fields(metrics))
-            if self.trainer.finding is not None:
-                self._tell(self.trainer.finding)
-            self.last_step = step
-            every = config.evaluation.every
-            if step == config.steps or (every and step % every == 0):
-                self._evaluate(step)
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
-                self._save(step)
+        samples, metrics = self.trainer.step(step)
+        self.last_step = step
+        self._log(step, samples, metrics)
+        watched = config.early_stop.metric
+        if step == 1 and watched is not None and not watched.startswith(EVALUATION_PREFIX):
+            check_metric("early_stop.metric", watched, metrics)
+        self.early_stop.observe(step, metrics)
+        is_better = False
+        seconds = time.monotonic() - self._evaluated_at
+        if (self._is_last and config.evaluation.at_end) or config.evaluation.is_due(step, seconds):
+            measured = self._evaluate(step)
+            self.early_stop.observe(step, measured)
+            is_better = self.best.observe(step, measured)
+        every = config.checkpoint.every
+        if is_better or (every and (self._is_last or step % every == 0)):
+            self._save(step)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the step that has been done is the run's last."""
+        return self.last_step == self.config.steps or self.early_stop.stopped is not None
+
+    def _log(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
+        self.tracker.log(step, metrics)
+        self.tracker.log_memory(step, self.trainer.memory.measured.values())
+        if step % self.config.tracking.sample_every == 0 or step in (1, self.config.steps):
+            self.tracker.log_samples(step, self._rows(step, samples, "train"))
+        self.progress.update(step, _progress_fields(metrics))
+        if self.trainer.finding is not None:
+            self._tell(self.trainer.finding)
 
     def finish(self, started: float) -> RunResult:
         """Saves the trained model, closes the trackers, writes the report."""
         config = self.config
-        self.trainer.policy.save(self.directory / "model", resolve_model(config.model))
-        base, trained = self.evaluations.get(0), self.evaluations.get(config.steps)
+        step = self._save_model()
+        base, trained = self.evaluations.get(0), self.evaluations.get(step)
         p_value = None
-        if base is not None and trained is not None and config.steps > 0:
+        if base is not None and trained is not None and step > 0:
             p_value = mcnemar_p_value(base.successes, trained.successes)
+        stopped, best = self.early_stop.stopped, self.best.best
         summary = {
             "name": config.name,
             "task": self.trainer.task.name,
@@ -108,24 +144,58 @@ class Session:
             "base": asdict(base) if base else None,
             "trained": asdict(trained) if trained else None,
             "p_value": p_value,
+            "last_step": self.last_step,
+            "model_step": step,
+            "stopped": asdict(stopped) if stopped else None,
+            "best": asdict(best) if best else None,
             "receipt": str(self.trainer.receipt),
             "seconds": time.perf_counter() - started,
         }
         self.tracker.finish({key: value for key, value in summary.items() if key != "config"})
         report = write_report(self.directory, summary)
+        write_record(self.directory, {**self._identity(), **summary}, is_finished=True)
+        for what in (stopped, best):
+            if what:
+                self.progress.say(f"{config.name}: {what}")
         for label, result in (("untrained", base), ("trained", trained)):
             if result:
                 self.progress.say(f"{config.name}: {label} held-out accuracy {result}")
         self.progress.say(f"{config.name}: model, metrics and report.html are in {self.directory}")
-        return RunResult(self.directory, report, base, trained, p_value, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return RunResult(self.directory, report, base, trained, p_value, seconds, stopped, best)
 
-    def _evaluate(self, step: int) -> None:
+    def _save_model(self) -> int:
+        """Writes the run's trained model: the last step's, or the best one's. Returns its step."""
+        best = self.best.step if self.config.checkpoint.load_best else None
+        with new_folder(self.directory / MODEL_FOLDER) as folder:
+            if best is None or best == self.last_step:
+                self.trainer.save_policy(folder)
+                return self.last_step
+            shutil.copytree(self.directory / CHECKPOINTS / BEST_LINK / MODEL_FOLDER, folder, dirs_exist_ok=True)
+            return best
+
+    def _identity(self) -> dict[str, Any]:
+        """What is known of the run from the beginning."""
+        return {
+            "name": self.config.name,
+            "task": self.trainer.task.name,
+            "rollout_version": metadata.version("rollout-rl"),
+            "config": asdict(self.config),
+            "wandb_id": self.wandb_id,
+        }
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Returns the metrics; there are none without held-out prompts."""
         if not self.trainer.task.evaluation:
-            return
-        samples, self.evaluations[step] = self.trainer.evaluate(step)
-        self.tracker.log(step, self.evaluations[step].metrics())
+            return {}
+        samples, evaluation = self.trainer.evaluate(step)
+        metrics = evaluation.metrics()
+        self.evaluations[step] = evaluation
+        self._evaluated_at = time.monotonic()
+        self.tracker.log(step, metrics)
         self.tracker.log_samples(step, self._rows(step, samples, "held out"))
-        self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
+        self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {evaluation}")
+        return metrics
 
     def _tell(self, finding: Finding) -> None:
         self.tracker.log_diagnosis(finding)
@@ -137,18 +207,13 @@ class Session:
     def _save(self, step: int) -> None:
         notes = {
             "evaluations": {key: asdict(value) for key, value in self.evaluations.items()},
-            "num_tokens": self.trainer.num_tokens,
-            "kl_coefficient": self.trainer.kl_control.coefficient,
+            "early_stop": self.early_stop.state_dict(),
+            "best": self.best.state_dict(),
             "settings": run_settings(self.config, self.trainer.task),
-            "wandb_id": self.tracker.wandb_id,
         }
+        self.tracker.sync()
         save_checkpoint(
-            self.directory / CHECKPOINTS,
-            step,
-            lambda folder: self.trainer.policy.save(folder, resolve_model(self.config.model)),
-            self.trainer.optimizers,
-            notes,
-            self.config.checkpoint.keep,
+            self.directory / CHECKPOINTS, step, self.trainer.save, notes, self.config.checkpoint.keep, self.best.step
         )
 
     def _rows(self, step: int, samples: Sequence[Sample], split: str) -> list[SampleRow]:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from rollout.memory_phases import PhaseMemory
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.durable import write_text
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.types import SampleRow
 
@@ -133,14 +134,16 @@ class JsonLines:
         """Opens `path`; records of `first_step` and later, left by a run that is being resumed, are dropped."""
         kept = [record for record in read_json_lines(path) if record["step"] < first_step] if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, "".join(_line(record) for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(_line(record))
         self._file.flush()
+
+    def sync(self) -> None:
+        """Waits until all records are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -157,10 +160,10 @@ def _finite(value: Any) -> Any:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; a last line that was cut off by a crash is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n")[:-1]:  # texts may hold other ends of lines, such as U+2028
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break
     return records
 
@@ -216,6 +219,11 @@ class Tracker:
         )
         if self._wandb is not None:
             self._wandb.diagnosis(finding.step, finding.verdict, finding.text)
+
+    def sync(self) -> None:
+        """Waits until all files are on the disk: before a checkpoint, from which a resumed run takes them on."""
+        for file in (self._metrics, self._samples, self._memory, self._diagnoses):
+            file.sync()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Closes the files and the W&B run; `summary` becomes its summary."""

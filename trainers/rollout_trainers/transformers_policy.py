@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rollout.weights.gather import gathered, reshard
 from rollout.weights.trainer_tensors import policy_tensors
 from rollout_trainers.checkpoint import save_model
 from rollout_trainers.lora import adapter_disabled, causal_lm_of, save_adapter
@@ -44,6 +45,7 @@ class TransformersPolicy:
         self.causal_lm = causal_lm_of(model)
         self._split = SplitModel(model, self.causal_lm)
         self._entry = model
+        self._writes = True
         if gradient_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.eval()
@@ -69,14 +71,16 @@ class TransformersPolicy:
     def device(self) -> torch.device:
         return self.causal_lm.device
 
-    def wrap(self, entry: nn.Module) -> None:
+    def wrap(self, entry: nn.Module, writes: bool) -> None:
         """From now on forward passes call `entry`, which wraps the model or is the model itself, now that its weights
-        are spread over ranks: the passes of all ranks then wait for one another."""
+        are spread over ranks: the passes of all ranks then wait for one another, and all call `save`, which `writes`
+        on one of them."""
         self._split.entry = entry
         self._entry = entry
+        self._writes = writes
         self.is_collective = True
         if self._reference is not None:
-            self._reference = ReferenceWeights(dict(self.named_parameters()))
+            self._reference = ReferenceWeights(dict(self.named_parameters()), lambda: reshard(self.model))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -136,6 +140,12 @@ class TransformersPolicy:
 
     def save(self, folder: Path, source: Path) -> None:
         """The weights, with what adapters add to them, and the adapter itself in the folder `adapter` below."""
-        save_model(folder, policy_tensors(self._entry), source)
+        tensors = policy_tensors(self._entry)
+        if self._writes:
+            save_model(folder, tensors, source)
+        tensors.close()  # also where others write: it takes part in their gathers
         if self.has_adapter:
-            save_adapter(self.model, folder / ADAPTER)
+            with gathered([parameter for _, parameter in self.named_parameters()]) as whole:
+                adapter = {name: whole(parameter) for name, parameter in self.named_parameters()}
+                if self._writes:
+                    save_adapter(self.model, folder / ADAPTER, adapter)
