@@ -306,7 +306,11 @@ def test_teachers_that_cannot_read_what_the_policy_writes_are_refused_by_name(st
     refused(small, r"its vocabulary has 128 tokens, the policy's 131")
     short = make_tiny_llama(tmp_path / "short", tokenizer=True, max_position_embeddings=32)
     refused(short, r"reads at most 32 tokens, and engine\.max_model_len is 64")
-    refused(tmp_path / "nowhere", r"nowhere' is not a folder")
+    refused(tmp_path / "nowhere", r"teacher\.model is not valid: .*nowhere' is not a folder")
+    unknown = make_tiny_llama(tmp_path / "unknown")
+    config = unknown / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace("LlamaForCausalLM", "OtherForCausalLM"))
+    refused(unknown, r"teacher\.model is not valid: .*OtherForCausalLM.* is not supported")
     assert not (tmp_path / "run").exists()  # nothing was begun
 
 

@@ -17,6 +17,7 @@ from rollout.models.loader import (
     resolve_dtype,
 )
 from rollout.models.pretrained import resolve_model
+from rollout.models.registry import ModelRegistry
 from rollout.models.tokenizer import find_tokenizer
 from rollout.platform.platform import Platform, platform_for
 from rollout.worker.batch import ForwardBatch, SharedRows
@@ -90,12 +91,18 @@ def load_teacher(config: RunConfig) -> Teacher | None:
 
 
 def check_teacher(config: RunConfig) -> None:
-    """Raises `ValueError` where a run's teacher cannot read all that its policy can write: it has other tokens, or its
-    longest sequence is shorter. Reads configurations and tokenizers only."""
+    """Raises `ValueError` where a run's teacher cannot read all that its policy can write: it is no model that the
+    engine knows, has other tokens, or its longest sequence is shorter. Reads configurations and tokenizers only."""
     if config.teacher.model is None:
         return
-    folder, policy = resolve_model(config.teacher.model), resolve_model(config.model)
-    theirs, ours = read_config(folder), read_config(policy)
+    policy = resolve_model(config.model)
+    try:
+        folder = resolve_model(config.teacher.model)
+        theirs = read_config(folder)
+        ModelRegistry.resolve(theirs)
+    except ValueError as error:
+        raise ValueError(f"teacher.model is not valid: {error}") from error
+    ours = read_config(policy)
     problem = _vocabulary_problem(folder, policy, theirs.vocab_size, ours.vocab_size)
     longest = config.engine.max_model_len or ours.max_position_embeddings
     if problem is None and theirs.max_position_embeddings < longest:
