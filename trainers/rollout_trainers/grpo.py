@@ -86,8 +86,9 @@ class GRPOTrainer:
         self.released_bytes = 0  # by the engine, for the last training phase
         self.treaty = treaty
         self.plan: TreatyPlan | None = None  # of the treaty, as it stands
+        self.platform = platform_for(config.engine.device)
         if treaty is None:
-            self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+            self.memory = MemoryPhases(self.platform, self.engine.memory_ledger)
         else:
             self.memory = treaty.phases
             self.plan = treaty.settle()
@@ -169,7 +170,9 @@ class GRPOTrainer:
             with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
             with self.memory.phase("training", by_owner), timers.phase("train"):
+                self.take_memory()
                 statistics = self.learn(step, sampled.kept)
+                self.give_memory_back()
             with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
@@ -392,6 +395,21 @@ class GRPOTrainer:
         if self.config.engine.sleep:
             self.released_bytes = self.engine.sleep(level=1).total_released
 
+    def take_memory(self) -> None:
+        """Brings what `give_memory_back` has moved away."""
+        if self.config.policy.offload:
+            for optimizer in self.optimizers.values():
+                optimizer.fetch()
+
+    def give_memory_back(self) -> None:
+        """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
+        optimisers' states go to the host. What the allocator holds unused goes back as well."""
+        if self.config.policy.offload:
+            for optimizer in self.optimizers.values():
+                optimizer.offload()
+        if self.config.engine.sleep:
+            self.platform.trim()
+
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
         with self.engine.policy_update(version=version) as update:
@@ -403,20 +421,20 @@ class GRPOTrainer:
         if self.config.engine.sleep:
             self.engine.wake_up()
 
-    def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
-        """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be
-        awake."""
-        with self.ranks.calling("evaluate", num_steps):
-            return self._evaluate(num_steps)
+    def evaluate(self, num_steps: int = 0, held_out: str = "") -> tuple[list[Sample], Evaluation]:
+        """One completion of each prompt of a set in `Task.held_out` by the policy as it is, after `num_steps` steps.
+        The engine must be awake."""
+        with self.ranks.calling("evaluate", num_steps, held_out):
+            return self._evaluate(num_steps, self.task.held_out[held_out])
 
-    def _evaluate(self, num_steps: int) -> tuple[list[Sample], Evaluation]:
+    def _evaluate(self, num_steps: int, held_out: Sequence[Example]) -> tuple[list[Sample], Evaluation]:
         section = self.config.evaluation
         max_tokens = section.max_tokens or self.config.sampling.max_tokens
-        own = self.ranks.part(len(self.task.evaluation))
+        own = self.ranks.part(len(held_out))
         samples: list[Sample] = []
         with self.ranks.together():
             if own:
-                examples = self.task.evaluation[own.start : own.stop]
+                examples = held_out[own.start : own.stop]
                 samples = self.producer.evaluate(examples, section.temperature, max_tokens, own.start)
             self.score(samples, num_steps)
         samples = gathered_samples(self.ranks, samples)

@@ -18,7 +18,7 @@ from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
-from rollout_trainers.evaluation import EVALUATION_PREFIX
+from rollout_trainers.evaluation import EVALUATION_PREFIX, evaluated_set
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.launch import joined
 from rollout_trainers.make_policy import make_policy
@@ -115,8 +115,14 @@ def _check_evaluated(config: RunConfig, task: Task) -> None:
     """Raises `ValueError` for a metric of evaluations that there will not be."""
     watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
     for field, metric in watched.items():
-        if metric is not None and metric.startswith(EVALUATION_PREFIX) and not task.evaluation:
-            raise ValueError(f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation")
+        if metric is None or not metric.startswith(EVALUATION_PREFIX):
+            continue
+        held_out = evaluated_set(metric)
+        if held_out not in task.held_out:
+            which = f" called {held_out!r}" if held_out else ""
+            raise ValueError(
+                f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation{which}"
+            )
 
 
 def _resolve_task(

@@ -75,7 +75,8 @@ class TransformersPolicy:
         """From now on forward passes call `entry`, which wraps the model or is the model itself, now that its weights
         are spread over ranks: the passes of all ranks then wait for one another, and all call `save`, which `writes`
         on one of them."""
-        self._split.entry = entry
+        if entry is not self.model:  # what makes logits shares the hooks that are there now
+            self._split = SplitModel(entry, self.causal_lm)
         self._entry = entry
         self._writes = writes
         self.is_collective = True
