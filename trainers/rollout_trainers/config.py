@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.distributed_config import DistributedSection
@@ -318,6 +319,7 @@ class RunConfig:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
     teacher: TeacherSection = field(default_factory=TeacherSection)
@@ -347,6 +349,7 @@ class RunConfig:
         self._check_distributed()
         self._check_loss()
         self._check_critic()
+        self._check_asynchrony()
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
@@ -361,6 +364,9 @@ class RunConfig:
             )
         if policy.offload and self.engine.device == "cpu":
             fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
+        if policy.offload and self.distributed.is_sharded:
+            kind = self.distributed.kind
+            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose optimiser is the library's")
         if policy.offload and not self.engine.sleep:
             fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
 
@@ -385,6 +391,26 @@ class RunConfig:
         check_evaluation_metric("early_stop", "metric", metric)
         if not self.evaluation.is_repeated:
             fail("evaluation", "every", self.evaluation.every, f"above 0 where early_stop.metric is {metric!r}")
+
+    def _check_asynchrony(self) -> None:
+        asynchrony, engine = self.asynchrony, self.engine
+        if not asynchrony.is_active:
+            return
+        if engine.memory_budget is not None:
+            why = "samples stay in the KV pool, which then cannot change"
+            fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")
+        if engine.sleep and asynchrony.samples_ahead:
+            why = "the engine samples while the trainer learns"
+            fail("engine", "sleep", True, f"false with asynchrony.mode {asynchrony.mode!r}: {why}")
+        if engine.sleep and asynchrony.held_cache_mode == "keep":
+            fail("asynchrony", "held_cache", "keep", "'recompute' with engine.sleep, which gives the KV pool back")
+        is_corrected = self.algorithm.recompute_logprobs and self.loss.importance_level != "none"
+        if self.loss.surrogate == "log_probability" and not is_corrected:
+            fail(
+                *("loss", "surrogate", self.loss.surrogate),
+                "'clipped' or 'cispo' with asynchrony, or algorithm.recompute_logprobs true with a loss.correction: "
+                "without a ratio the gradient would be that of older policies",
+            )
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):

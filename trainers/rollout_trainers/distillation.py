@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout.memory_treaty import MemoryTreaty
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.config import RunConfig
 from rollout_trainers.data_parallel import gathered_samples
 from rollout_trainers.grpo import GRPOTrainer, by_sample
@@ -42,6 +43,7 @@ class DistillationTrainer(GRPOTrainer):
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
         optimizer: Optimizer | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
         self.teacher = teacher
         super().__init__(

@@ -6,7 +6,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
+from rollout_trainers.asynchronous import GroupStream, check_task
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
@@ -88,6 +89,7 @@ def run(
     with joined(config) as ranks, ExitStack() as stack:
         with ranks.together():
             task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+            check_task(config.asynchrony, task)
             task = _with_reward_model(task, config.reward_model)
             check_teacher(config)
             _check_evaluated(config, task)
@@ -106,9 +108,10 @@ def run(
 def _session(
     config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None, started: float
 ) -> RunResult:
-    session = Session(config, trainer, progress, checkpoint)
-    session.train()
-    return session.finish(started)
+    with closing(trainer):
+        session = Session(config, trainer, progress, checkpoint)
+        session.train()
+        return session.finish(started)
 
 
 def _check_evaluated(config: RunConfig, task: Task) -> None:
@@ -199,6 +202,7 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
     """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
+    stream = GroupStream(engine, task.train, config) if config.asynchrony.is_active else None
     policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     teacher = load_teacher(config)
@@ -206,13 +210,13 @@ def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> G
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks, stream=stream)
     optimizer = None
     if isinstance(policy, TransformersPolicy) and config.distributed.is_sharded:
         optimizer = shard_policy(policy, config, ranks)
     if teacher is not None:
-        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks, optimizer)
-    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer)
+        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks, optimizer, stream)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer, stream)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:

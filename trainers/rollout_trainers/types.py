@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout.outputs import PolicyVersionSpan
+
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages, or token ids
 
 # reward(prompts, completions, **columns) -> one number per completion, None where it does not apply. It may be async.
@@ -101,8 +103,9 @@ class Sample:
     entropy: np.ndarray
     seed: int
     sample_index: int
-    policy_version: int
-    receipt_id: str | None = None  # of the weights that sampled it
+    policy_version: int  # the newest that has sampled some token of it
+    receipt_id: str | None = None  # of the weights of that version
+    versions: tuple[PolicyVersionSpan, ...] = ()  # where several have: which of its tokens
     loss_mask: np.ndarray | None = None  # bool, one per completion token: the policy's own. None: all are
     episode: EpisodeNotes | None = None  # of a sample that an environment has answered
     reward: float = 0.0  # filled by `rewards.score`, as are `rewards`
@@ -138,6 +141,11 @@ class Sample:
             return [(0, len(self.completion_token_ids))] if self.completion_token_ids else []
         edges = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), prepend=0, append=0))
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the policies that have sampled some token of it."""
+        return min((span.version for span in self.versions), default=self.policy_version)
 
     @property
     def frozen_logprobs(self) -> np.ndarray:
