@@ -1,9 +1,10 @@
 """The public operations: check the arguments, choose the backend, go through autograd where a gradient is wanted.
 
 T is the number of tokens, H the hidden size, Hq and Hkv the query and key-value heads, D the head dimension, R the
-number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, and float64 for the reference; the
-*wide* dtype is float32 (float64 for float64 inputs). Every output row has the same bits whatever rows stand beside it
-and however many threads work. Errors: `TypeError` for a dtype, `ValueError` for a shape, a layout or a value.
+number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, float16 on CUDA and for the
+reference, and float64 for the reference; the *wide* dtype is float32 (float64 for float64 inputs). Every output row has
+the same bits whatever rows stand beside it and however many threads work. Errors: `TypeError` for a dtype, `ValueError`
+for a shape, a layout or a value.
 """
 
 from __future__ import annotations

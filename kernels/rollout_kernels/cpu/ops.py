@@ -23,8 +23,16 @@ from rollout_kernels.int8 import Int8Weight, scratch_row_bytes
 from rollout_kernels.kv_cache import TILE, KVCache
 from rollout_kernels.results import SampleArguments, SampleResult, TopLogprobsResult
 
-_DTYPE = {torch.float32: 0, torch.bfloat16: 1}
-_KV_DTYPE = _DTYPE | {torch.int8: 2}
+
+class _ModelDtypes(dict[torch.dtype, int]):
+    """The kernels' numbers of the dtypes that they compute with."""
+
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise TypeError(f"{dtype} has no CPU kernels: they take bfloat16 and float32 (the backend 'reference' has it)")
+
+
+_DTYPE = _ModelDtypes({torch.float32: 0, torch.bfloat16: 1})
+_KV_DTYPE = dict(_DTYPE) | {torch.int8: 2}
 
 
 class CpuKernels:
