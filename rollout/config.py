@@ -26,7 +26,7 @@ class EngineConfig:
     runs every step through the model's Python instead of replaying recorded decode steps; results are the same.
     `quantization="int8"` computes matrix products with int8 copies of the weights, made anew by every policy update:
     faster, with logprobs of the rounded weights (`docs/quantization.md`); a trainer's own, from the weights themselves,
-    differ from them and need a correction (`rollout_trainers.corrections`). CPU only.
+    differ from them and need a correction (`rollout_trainers.corrections`).
     `enable_lora` makes room for `max_loras` LoRA adapters of ranks up to `max_lora_rank` (`docs/lora.md`).
     `generation_config` "off" samples with the defaults of `SamplingParams` where no parameters are given; "auto" with
     what the model's `generation_config.json` suggests, or that in another folder. What it changes is logged.
@@ -86,11 +86,6 @@ class EngineConfig:
         _check_choice(self, "logprobs_mode", ("raw_logprobs", "processed_logprobs"))
         _check_choice(self, "kernels", ("auto", "cpu", "triton", "reference"))
         _check_choice(self, "quantization", (None, "int8"))
-        if self.quantization is not None and (self.device == "cuda" or self.kernels == "triton"):
-            raise ValueError(
-                f"quantization={self.quantization!r} is not supported with device={self.device!r} and "
-                f"kernels={self.kernels!r}: only on the CPU"
-            )
         sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size")
         for field in (*sizes, "data_parallel_size", "max_loras", "max_lora_rank"):
             _check_positive(self, field)

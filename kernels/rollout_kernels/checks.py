@@ -77,8 +77,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 
 def _low_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"{name} is {dtype}: it must be bfloat16 or float32")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"{name} is {dtype}: it must be bfloat16, float16 or float32")
 
 
 def _int8_weight(name: str, weight: Int8Weight, rows: int, depth: int) -> None:

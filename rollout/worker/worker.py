@@ -95,12 +95,9 @@ class Worker:
         self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in self.model.buffers()))
         self.quantized: QuantizedWeights | None = None
         if config.quantization == "int8":
-            if self._on_gpu or self._runs_triton:
-                raise ValueError(
-                    f"quantization='int8' is not supported on {self.device} with {kernels.name} kernels: give "
-                    "device='cpu' and kernels 'auto', 'cpu' or 'reference'"
-                )
-            self.quantized = QuantizedWeights(self.model)
+            self.quantized = QuantizedWeights(
+                self.model, lambda num_bytes: self.platform.memory("quantized_weights", num_bytes)
+            )
             self.ledger.register("quantized_weights", self.quantized.slab)
         self.adapters: AdapterMemory | None = None
         if config.enable_lora:

@@ -122,3 +122,10 @@ def test_other_number_formats_give_the_references_samples_and_the_same_bits_by_e
         assert captured == ways["eager"], name
         assert captured[:1] == ways["alone"], name
         assert (reference == plain) == (name == "float16")
+
+
+def test_int8_copies_on_a_device_are_given_back_in_sleep_and_made_again(found: dict[str, Any]) -> None:
+    copies = found["copies"]
+    assert copies["held"] == copies["released"] > 0 and copies["asleep"] == 0
+    assert copies["first"] == copies["again"]
+    assert copies["stale"] == ["int8.lm_head.scales"]

@@ -248,6 +248,7 @@ def with_adapters(folder: Path) -> dict[str, Any]:
 FORMATS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "fp8 KV": {"kv_cache_dtype": "fp8"},
+    "int8 weights": {"quantization": "int8"},
 }
 
 
@@ -264,6 +265,29 @@ def in_other_formats(folder: Path) -> dict[str, Any]:
         }
         found[name] = {way: plain(llm.generate(batch, params, use_tqdm=False)) for way, llm in engines.items()}
         found[name]["alone"] = plain(engines["captured"].generate(batch[:1], params[:1], use_tqdm=False))
+    return found
+
+
+def copies_on_a_device(folder: Path) -> dict[str, Any]:
+    """Int8 copies in memory that is given back in sleep and comes back elsewhere."""
+    with cuda_like():
+        llm = LLM(folder, kernels="triton", quantization="int8", max_num_batched_tokens=16, **ENGINE)
+    params = SamplingParams(max_tokens=2, seed=5, ignore_eos=True)
+
+    def run() -> list[dict[str, Any]]:
+        return plain(llm.generate(prompts()[4], params, use_tqdm=False))
+
+    found: dict[str, Any] = {"first": run(), "held": llm.memory_ledger()["quantized_weights"].resident}
+    found["released"] = llm.sleep(2).released["quantized_weights"]
+    found["asleep"] = llm.memory_ledger()["quantized_weights"].resident
+    llm.wake_up()
+    llm.reload_weights()
+    llm.verify()
+    found["again"] = run()
+    copy = llm.engine.executor.worker.model.int8
+    assert copy is not None
+    copy.scales.mul_(2)
+    found["stale"] = llm.engine.stale_copies()
     return found
 
 
@@ -293,6 +317,7 @@ def main() -> None:
         "life": life(one_layer),
         "adapters": with_adapters(one_layer),
         "formats": in_other_formats(one_layer),
+        "copies": copies_on_a_device(one_layer),
         "reference": {
             "receipt": receipt.parameters_fingerprint,
             "scores": [output.logprobs.tolist() for output in reference.score(prompts()[2:4], use_tqdm=False)],

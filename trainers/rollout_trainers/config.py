@@ -292,7 +292,7 @@ class RunConfig:
         if is_rounded and not self.algorithm.recompute_logprobs:
             fail(
                 *("algorithm", "recompute_logprobs", False),
-                "true with an engine in int8 or fp8, whose logprobs are not the trainer's: importance weights correct it",
+                "true with an engine in int8 or fp8: its logprobs differ from the trainer's, which weights correct",
             )
         self._check_loss()
         self._check_critic()
