@@ -97,3 +97,48 @@ def test_trl_is_told_what_the_recipe_says(config: RunConfig, tmp_path: Path, mon
     other = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["loss.algorithm=dr_grpo"])
     with pytest.raises(ValueError, match="only 'grpo_token'"):
         theirs["arguments"](other, tmp_path, False, 2)
+
+
+def made_lines() -> list[dict[str, Any]]:
+    """Two seeds a side; one of TRL's has not got as far as the others."""
+    lines = []
+    for side, right in (("rollout", {0: (40, 40), 5: (70, 60), 10: (90, 95)}), ("trl", {0: (40, 40), 5: (50, 61)})):
+        for step, values in right.items():
+            for seed, value in enumerate(values):
+                lines.append(
+                    {"side": side, "seed": seed, "kind": "evaluation", "step": step, "right": value, "num": 100}
+                )
+    lines.append({"side": "trl", "seed": 0, "kind": "evaluation", "step": 10, "right": 99, "num": 100})
+    for side, seconds in (("rollout", (90.0, 2.0, 4.0)), ("trl", (99.0, 30.0, 33.0))):
+        for step, value in enumerate(seconds, 1):
+            lines.append({"side": side, "kind": "time", "turn": 0, "step": step, "seconds": value})
+            lines[-1]["processor_seconds"] = 2 * value
+            lines.append({"side": side, "seed": 0, "kind": "step", "step": step, "seconds": 1000.0})
+    return lines
+
+
+def test_tables_have_means_and_ranges_at_the_steps_that_all_runs_have() -> None:
+    page = script("quality_page.py")
+    rows = page["score_table"](made_lines()).splitlines()[2:]
+    assert rows == [
+        "| 0 | 0 | 40% | 40% |",
+        "| 5 | 320 | 65.0% (60% to 70%) | 55.5% (50% to 61%) |",
+    ]
+    rows = page["time_table"](made_lines()).splitlines()[2:]
+    assert rows == ["| seconds a step | 3.0 | 31.5 | 10.5 |", "| processor seconds a step | 6.0 | 63.0 | 10.5 |"]
+    text = "a\n<!-- scores -->\nold\n<!-- end of scores -->\nb\n<!-- time -->\n<!-- end of time -->\n"
+    once = page["filled"](text, made_lines())
+    assert page["filled"](once, made_lines()) == once != text
+    assert "old" not in once and once.count("| 5 | 320 |") == 1 and once.endswith("<!-- end of time -->\n")
+    with pytest.raises(ValueError, match="no marks <!-- scores -->"):
+        page["filled"]("a page", made_lines())
+    with pytest.raises(ValueError, match="other seeds"):
+        page["scores"](
+            [*made_lines(), {"side": "trl", "seed": 7, "kind": "evaluation", "step": 0, "right": 1, "num": 1}]
+        )
+
+
+def test_the_picture_is_drawn_from_the_lines(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script("quality_page.py")["plot"](made_lines(), tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,6 @@
-"""The table and the picture of docs/quality.md, from docs/curves/quality.jsonl.
+"""The tables and the picture of docs/quality.md, from docs/curves/quality.jsonl.
 
-    .venv/bin/python scripts/bench/quality_page.py      # prints the tables, writes docs/quality.png
+    .venv/bin/python scripts/bench/quality_page.py      # writes both anew, between the page's marks
 
 Steps count that all runs of both sides were evaluated at.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "curves" / "quality.jsonl"
+PAGE = ROOT / "docs" / "quality.md"
 PICTURE = ROOT / "docs" / "quality.png"
 SIDES = {"rollout": "rollout", "trl": "TRL 1.16 with transformers"}
 COLOURS = {"rollout": "#1f6feb", "trl": "#d1242f"}
@@ -43,10 +44,20 @@ class Scores:
 
 def main() -> None:
     lines = read(DATA)
-    print(score_table(lines))
-    print()
-    print(time_table(lines))
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), lines), encoding="utf-8")
     plot(lines, PICTURE)
+
+
+def filled(page: str, lines: Sequence[Line]) -> str:
+    """The page with what `lines` say between its marks. Raises `ValueError` for a page without them."""
+    for name, text in (("scores", score_table(lines)), ("time", time_table(lines))):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, found, rest = page.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not found or not found_end:
+            raise ValueError(f"the page has no marks {begin.strip()} and {end}")
+        page = f"{before}{begin}{text}\n{end}{after}"
+    return page
 
 
 def read(path: Path) -> list[Line]:
@@ -102,13 +113,13 @@ def time_table(lines: Sequence[Line]) -> str:
 
 def plot(lines: Sequence[Line], path: Path) -> None:
     """Held-out accuracy by samples and by time: the seeds' mean as a line, their range as a band."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     by_side, seconds = scores(lines), seconds_a_step(lines)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True)
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
     for side, name in SIDES.items():
         steps = list(by_side[side].by_step)
         values = [[100 * value for value in by_side[side].by_step[step]] for step in steps]
@@ -123,9 +134,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.set_ylim(bottom=0, top=100)
     left.legend(loc="lower right", frameon=False)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":
