@@ -81,7 +81,7 @@ def evaluate_all(args: argparse.Namespace) -> None:
     known = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
     done = {(line["side"], line["seed"], line["kind"], line["step"]) for line in known if line["kind"] != "time"}
     base = evaluate(resolve_model(config.model), config, task)
-    for folder in sorted(args.work.glob("*-*")):
+    for folder in sorted(file.parent for file in args.work.glob("*-*/steps.jsonl")):
         side, _, seed = folder.name.partition("-")
         about = {"side": side, "seed": int(seed)}
         found = [about | {"kind": "step"} | line for line in steps_of(folder)] + [about | evaluation_line(0, base)]

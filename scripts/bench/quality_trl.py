@@ -57,7 +57,7 @@ def train(config: RunConfig, task: Task, output_dir: Path, bf16: bool, batch_siz
     trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        reward_funcs=list(task.rewards),
+        reward_funcs=[*task.rewards],  # type: ignore[list-item] - TRL's own signature
         train_dataset=questions(config, task),
         args=arguments(config, output_dir, bf16, batch_size),
         callbacks=[Journal(output_dir, config.evaluation.every, config.steps)],
