@@ -1,9 +1,10 @@
 """The public operations: check the arguments, choose the backend, go through autograd where a gradient is wanted.
 
 T is the number of tokens, H the hidden size, Hq and Hkv the query and key-value heads, D the head dimension, R the
-number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, and float64 for the reference; the
-*wide* dtype is float32 (float64 for float64 inputs). Every output row has the same bits whatever rows stand beside it
-and however many threads work. Errors: `TypeError` for a dtype, `ValueError` for a shape, a layout or a value.
+number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, float16 on CUDA and for the
+reference, and float64 for the reference; the *wide* dtype is float32 (float64 for float64 inputs). Every output row has
+the same bits whatever rows stand beside it and however many threads work. Errors: `TypeError` for a dtype, `ValueError`
+for a shape, a layout or a value.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def merged_linear(
 
 
 def quantize_weight(weight: torch.Tensor, into: Int8Weight | None = None) -> Int8Weight:
-    """weight [N, K], bfloat16 or float32, rounded to int8 with one scale a row, packed for `linear_int8`.
+    """weight [N, K], in a model's dtype but float64, rounded to int8 with one scale a row, packed for `linear_int8`.
 
     Overwrites `into`, made by an earlier call or of the shapes of `int8_weight_shapes`, where it is given. All backends
     give the same bits. A row that holds NaN or an infinity gets the scale NaN, so that its products are NaN.
@@ -152,9 +153,9 @@ def linear_int8(
 ) -> torch.Tensor:
     """x [T, K] @ weight^T (+ bias [N]) -> [T, N] with int8 products, rounded once to `out_dtype` (x's).
 
-    Each row of x, bfloat16 or float32, is rounded to int8 with one scale for every 32 neighbours along K. Products
-    inside such a group are summed as integers, groups in ascending order as float32. A group that holds NaN or an
-    infinity makes its row NaN. There is no gradient: raises `ValueError` where one is wanted.
+    Each row of x, in a model's dtype but float64, is rounded to int8 with one scale for every 32 neighbours along K.
+    Products inside such a group are summed as integers, groups in ascending order as float32. A group that holds NaN or
+    an infinity makes its row NaN. There is no gradient: raises `ValueError` where one is wanted.
     """
     out_dtype = out_dtype or x.dtype
     checks.linear_int8(x, weight, bias, out_dtype)
@@ -265,13 +266,17 @@ def paged_attention(
     return_lse: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    last_places: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of q [T, Hq, D] over the paged cache -> [T, Hq, D] (and log-sum-exp of the scores [T, Hq]).
 
     Sequence s has the queries `query_start[s] : query_start[s + 1]` (int32 [S + 1]), which are its last ones (there may
     be none), and `seq_lens[s]` keys (int32 [S], those of this step included), found through `block_tables` (int32
     [S, max_blocks]). With a `window` the query at position p sees the keys p - window + 1 to p; with a `soft_cap` a
-    score s becomes soft_cap * tanh(s / soft_cap). Not differentiable: see `varlen_attention`.
+    score s becomes soft_cap * tanh(s / soft_cap). With `last_places` (int32 [S]) the last key of sequence s stands in
+    the block table where position `last_places[s]` would, unless that is negative: so several sequences that differ in
+    their last token alone can share a table, each with one query (not on CUDA). Not differentiable: see
+    `varlen_attention`.
     """
     backend = backend_for(q)
     checks.kv_cache(cache, q, q.shape[-1], backend.kv_layout)
@@ -284,29 +289,39 @@ def paged_attention(
     if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs:
         checks.fail_shape("block_tables", block_tables, f"[{num_seqs}, max_blocks]")
     checks.unit_stride("block_tables", block_tables)
+    if last_places is not None:
+        checks.vector("last_places", last_places, num_seqs, torch.int32)
     out, lse = backend.paged_attention(
-        q, cache, block_tables, query_start, seq_lens, block_size, scale, return_lse, window, soft_cap
+        q, cache, block_tables, query_start, seq_lens, block_size, scale, return_lse, window, soft_cap, last_places
     )
     return (out, lse) if return_lse else out
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal self-attention over packed sequences, differentiable: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
 
-    The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly.
+    The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly,
+    `window` and `soft_cap` included. On a CPU gradients under a soft cap, or a window that hides keys, are computed by
+    the reference: right, and slow.
     """
     checks.packed_kv(k, v)
-    checks.attention_options(scale, None, None)
+    checks.attention_options(scale, window, soft_cap)
     checks.same_dtype("q", q, "k", k)
     checks.query_heads(q, k.shape[1])
     if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         checks.fail_shape("k", k, f"[{q.shape[0]}, Hkv, {q.shape[2]}]")
     if _goes_through_torch(q, k, v):
-        return autograd.varlen_attention(q, k, v, query_start, scale, current_setting())[0]
+        return autograd.varlen_attention(q, k, v, query_start, scale, window, soft_cap, current_setting())[0]
     checks.query_start(query_start, q.shape[0])
-    return autograd.packed_attention(backend_for(q), q, k, v, query_start, scale, False)[0]
+    return autograd.packed_attention(backend_for(q), q, k, v, query_start, scale, False, window, soft_cap)[0]
 
 
 def copy_blocks(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]], tiles_per_block: int) -> None:

@@ -33,6 +33,7 @@ from rollout_trainers.credit import assign_advantages, punish_overlong
 from rollout_trainers.data_parallel import check_same_policy, gathered_samples, make_optimizer
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
+from rollout_trainers.histograms import Histogram, step_histograms
 from rollout_trainers.kl_control import KLControl, sequence_kl
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import Denominators
@@ -46,7 +47,7 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import Optimizer, learning_rate
+from rollout_trainers.optimizer import MasterAdamW, Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
@@ -91,14 +92,16 @@ class GRPOTrainer:
         self.released_bytes = 0  # by the engine, for the last training phase
         self.treaty = treaty
         self.plan: TreatyPlan | None = None  # of the treaty, as it stands
+        self.platform = platform_for(config.engine.device)
         if treaty is None:
-            self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+            self.memory = MemoryPhases(self.platform, self.engine.memory_ledger)
         else:
             self.memory = treaty.phases
             self.plan = treaty.settle()
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
         self.reward_metrics: dict[str, list[float]] = {}  # what rewards have logged in the last step
+        self.histograms: dict[str, Histogram] = {}  # of the last step
 
     @property
     def loss(self) -> LossSection:
@@ -177,7 +180,9 @@ class GRPOTrainer:
             with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
             with self.memory.phase("training", by_owner), timers.phase("train"):
+                self.take_memory()
                 statistics = self.learn(step, sampled.kept)
+                self.give_memory_back()
             with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
@@ -199,6 +204,7 @@ class GRPOTrainer:
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
         if self.finding is not None:
             metrics |= self.finding.metrics
+        self.histograms = step_histograms(samples, statistics.ratios)
         metrics |= {"perf/sleep_released_gb": self.released_bytes / 2**30}
         return samples, self.ranks.from_main(metrics)  # with rank 0's times and memory
 
@@ -414,6 +420,25 @@ class GRPOTrainer:
             released = self.engine.sleep(level=1) if self.stream is None else self.stream.sleep()
             self.released_bytes = released.total_released
 
+    def take_memory(self) -> None:
+        """Brings what `give_memory_back` has moved away."""
+        if self.config.policy.offload:
+            for optimizer in self._movable_optimizers():
+                optimizer.fetch()
+
+    def _movable_optimizers(self) -> list[MasterAdamW]:
+        """All, where the policy is not spread over ranks; then `policy.offload` is refused."""
+        return [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, MasterAdamW)]
+
+    def give_memory_back(self) -> None:
+        """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
+        optimisers' states go to the host. What the allocator holds unused goes back as well."""
+        if self.config.policy.offload:
+            for optimizer in self._movable_optimizers():
+                optimizer.offload()
+        if self.config.engine.sleep:
+            self.platform.trim()
+
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
         if self.stream is not None:
@@ -434,20 +459,20 @@ class GRPOTrainer:
         if self.stream is not None:
             self.stream.close()
 
-    def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
-        """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be
-        awake."""
-        with self.ranks.calling("evaluate", num_steps):
-            return self._evaluate(num_steps)
+    def evaluate(self, num_steps: int = 0, held_out: str = "") -> tuple[list[Sample], Evaluation]:
+        """One completion of each prompt of a set in `Task.held_out` by the policy as it is, after `num_steps` steps.
+        The engine must be awake."""
+        with self.ranks.calling("evaluate", num_steps, held_out):
+            return self._evaluate(num_steps, self.task.held_out[held_out])
 
-    def _evaluate(self, num_steps: int) -> tuple[list[Sample], Evaluation]:
+    def _evaluate(self, num_steps: int, held_out: Sequence[Example]) -> tuple[list[Sample], Evaluation]:
         section = self.config.evaluation
         max_tokens = section.max_tokens or self.config.sampling.max_tokens
-        own = self.ranks.part(len(self.task.evaluation))
+        own = self.ranks.part(len(held_out))
         samples: list[Sample] = []
         with self.ranks.together():
             if own:
-                examples = self.task.evaluation[own.start : own.stop]
+                examples = held_out[own.start : own.stop]
                 samples = self.producer.evaluate(examples, section.temperature, max_tokens, own.start)
             self.score(samples, num_steps)
         samples = gathered_samples(self.ranks, samples)

@@ -31,11 +31,9 @@ def make_policy(config: RunConfig, engine: LLM) -> Policy:
     if section.offload and device.type == "cpu":
         raise ValueError("policy.offload=True is not valid: the engine runs on the CPU, whose memory is the host's")
     if section.kind == "shared":
-        if config.asynchrony.samples_ahead:  # the engine's must not change meanwhile
-            own = load_own_model(resolve_model(config.model), engine.config.dtype, device)
-        else:
-            own = engine.shared_model()
-        return SharedPolicy(own, temperature, keeps, section.gradient_checkpointing)
+        ahead = config.asynchrony.samples_ahead  # the engine samples while the weights change: it has its own
+        model = load_own_model(resolve_model(config.model), engine.config.dtype, device) if ahead else None
+        return SharedPolicy(model or engine.shared_model(), temperature, keeps, section.gradient_checkpointing)
     dtype = engine.config.dtype if section.model_dtype == "auto" else section.model_dtype
     model = load_causal_lm(resolve_model(config.model), dtype, device)
     if not section.uses_lora:

@@ -37,6 +37,7 @@ def paged_attention(
     return_lse: bool,
     window: int | None,
     soft_cap: float | None,
+    last_places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.keys.shape[1], q.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -44,6 +45,8 @@ def paged_attention(
     starts = query_start.tolist()
     for sequence, num_keys in enumerate(seq_lens.tolist()):
         slots = sequence_slots(block_tables[sequence], num_keys, block_size)
+        if last_places is not None and int(last_places[sequence]) >= 0:
+            slots[-1] = sequence_slots(block_tables[sequence], int(last_places[sequence]) + 1, block_size)[-1]
         keys, values = (part.double().transpose(0, 1) for part in read_kv(cache, slots, head_dim))
         first, end = starts[sequence], starts[sequence + 1]
         for token in range(first, end):
@@ -65,6 +68,8 @@ def attention_backward(
     lse: torch.Tensor,
     query_start: torch.Tensor,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v in their dtypes, each sequence by itself, in float64."""
     num_kv_heads = k.shape[1]
@@ -72,15 +77,23 @@ def attention_backward(
     starts = query_start.tolist()
     for first, end in pairwise(starts):
         length = end - first
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        if window is not None:
+            unseen |= ~torch.ones_like(unseen).triu(1 - window)
         for head in range(q.shape[1]):
             kv_head = head * num_kv_heads // q.shape[1]
             queries, outputs, g = (tensor[first:end, head].double() for tensor in (q, out, grad))
             keys, values = (tensor[first:end, kv_head].double() for tensor in (k, v))
-            scores = (queries @ keys.T * scale).masked_fill(future, -torch.inf)
-            probabilities = (scores - lse[first:end, head, None].double()).exp()
+            scores = queries @ keys.T * scale
+            slope = None
+            if soft_cap is not None:
+                capped = (scores / soft_cap).tanh()
+                scores, slope = soft_cap * capped, 1 - capped.square()
+            probabilities = (scores.masked_fill(unseen, -torch.inf) - lse[first:end, head, None].double()).exp()
             delta = (g * outputs).sum(-1, keepdim=True)
             grad_scores = probabilities * (g @ values.T - delta) * scale
+            if slope is not None:
+                grad_scores *= slope
             grads[0][first:end, head] = grad_scores @ keys
             grads[1][first:end, kv_head] += grad_scores.T @ queries
             grads[2][first:end, kv_head] += probabilities.T @ g
