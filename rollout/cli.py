@@ -1,4 +1,4 @@
-"""The command `rollout`: train, report, dashboard, generate, bench, doctor."""
+"""The command `rollout`: train, report, dashboard, export, generate, bench, doctor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "train": ("rollout.commands.train", "train a model with a recipe"),
     "report": ("rollout.commands.report", "write the report of a run, or compare several"),
     "dashboard": ("rollout.commands.dashboard", "make a workspace in Weights & Biases"),
+    "export": ("rollout.commands.export", "write a trained model as a folder that transformers and vLLM load"),
     "generate": ("rollout.commands.generate", "sample from a model"),
     "bench": ("rollout.commands.bench", "measure tokens per second on workload files"),
     "doctor": ("rollout.commands.doctor", "say what this machine has and which kernels would run"),

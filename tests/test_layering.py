@@ -24,6 +24,7 @@ UPWARD_IMPORTS = {
     (ROOT / "rollout/commands/report.py", "rollout_trainers.report"),
     (ROOT / "rollout/commands/report.py", "rollout_trainers.comparison"),
     (ROOT / "rollout/commands/dashboard.py", "rollout_trainers.workspace"),
+    (ROOT / "rollout/commands/export.py", "rollout_trainers.export"),
 }
 
 

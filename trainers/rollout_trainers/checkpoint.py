@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rollout_trainers.durable import new_folder, put_link, remove_folder
-from rollout_trainers.optimizer import MasterAdamW
+from rollout_trainers.optimizer import Optimizer
 from rollout_trainers.random_states import random_states, set_random_states
 
 MODEL_FOLDER = "model"  # of a checkpoint, and of a run
@@ -147,6 +147,11 @@ def checkpoint_step(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one of a checkpoint."""
+    return (folder / _STATE_FILE).is_file()
+
+
 def read_state(folder: Path) -> Restored:
     """What a checkpoint says besides the weights, without loading them.
 
@@ -154,7 +159,7 @@ def read_state(folder: Path) -> Restored:
     for another version's checkpoint.
     """
     path = folder / _STATE_FILE
-    if not path.is_file():
+    if not is_checkpoint(folder):
         raise ValueError(f"{folder} is no checkpoint: there is no {_STATE_FILE} in it")
     state = json.loads(path.read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
@@ -170,7 +175,7 @@ def read_state(folder: Path) -> Restored:
 
 
 def save_trainer_state(
-    folder: Path, optimizers: Mapping[str, MasterAdamW], state: Mapping[str, Any], rank: int = 0
+    folder: Path, optimizers: Mapping[str, Optimizer], state: Mapping[str, Any], rank: int = 0
 ) -> None:
     """Writes a rank's own file: its optimisers by name, its random states, and `state`, of plain values and tensors.
 
@@ -184,7 +189,7 @@ def save_trainer_state(
         raise OSError(f"{path.name} cannot be written (is the disk full?): {str(error).splitlines()[0]}") from error
 
 
-def load_trainer_state(folder: Path, optimizers: Mapping[str, MasterAdamW], rank: int = 0) -> dict[str, Any]:
+def load_trainer_state(folder: Path, optimizers: Mapping[str, Optimizer], rank: int = 0) -> dict[str, Any]:
     """Restores a rank's optimisers, their parameters (from the masters) and the random states; returns its `state`.
 
     Raises `ValueError` if the checkpoint's optimisers or parameters are others, or it has no file of this rank.

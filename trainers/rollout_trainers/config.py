@@ -15,9 +15,11 @@ from rollout_trainers.alerts_config import AlertsSection
 from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
+from rollout_trainers.distributed_config import DistributedSection
 from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.policy_config import PolicySection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -321,6 +323,7 @@ class RunConfig:
     seed: int = 0
     resume: bool = False
     engine: EngineSection = field(default_factory=EngineSection)
+    policy: PolicySection = field(default_factory=PolicySection)
     task: TaskSection = field(default_factory=TaskSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -330,6 +333,7 @@ class RunConfig:
     critic: CriticSection = field(default_factory=CriticSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    distributed: DistributedSection = field(default_factory=DistributedSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     early_stop: EarlyStopSection = field(default_factory=EarlyStopSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -350,12 +354,41 @@ class RunConfig:
                 *("algorithm", "recompute_logprobs", False),
                 "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
             )
+        self._check_policy()
+        self._check_distributed()
         self._check_loss()
         self._check_critic()
         self._check_asynchrony()
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_policy(self) -> None:
+        policy = self.policy
+        if not policy.is_exact and not self.algorithm.recompute_logprobs:
+            fail(
+                *("algorithm", "recompute_logprobs", False),
+                f"true with policy.kind {policy.kind!r}, whose logprobs are the sampler's only to rounding: importance "
+                "weights correct the difference",
+            )
+        if policy.offload and self.engine.device == "cpu":
+            fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
+        if policy.offload and self.distributed.is_sharded:
+            kind = self.distributed.kind
+            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose optimiser is the library's")
+        if policy.offload and not self.engine.sleep:
+            fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
+
+    def _check_distributed(self) -> None:
+        kind, policy = self.distributed.kind, self.policy
+        if not self.distributed.is_sharded:
+            return
+        if policy.kind != "transformers":
+            fail("policy", "kind", policy.kind, f"'transformers' with distributed.kind {kind!r}")
+        if policy.offload:
+            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose library holds the optimiser")
+        if self.loss.uses_critic:
+            fail("loss", "baseline", self.loss.baseline, f"none of a critic with distributed.kind {kind!r}: use 'ddp'")
 
     def _check_evaluation(self) -> None:
         for step in self.evaluation.at_steps:

@@ -53,21 +53,13 @@ def check_same_policy(ranks: Ranks, receipt: Receipt) -> None:
 
 
 class DataParallelAdamW(MasterAdamW):
-    """`MasterAdamW` on each rank, with the sum of the gradients of all: so all make the same update.
-
-    `name` is what `Ranks.follow` knows it by.
-    """
+    """`MasterAdamW` on each rank, with the sum of the gradients of all: so all make the same update."""
 
     def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        config: OptimizerSection,
-        ranks: Ranks,
-        name: str,
+        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerSection, ranks: Ranks
     ) -> None:
         super().__init__(named_parameters, config)
         self._ranks = ranks
-        self._name = name
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
@@ -81,29 +73,42 @@ class DataParallelAdamW(MasterAdamW):
         self._ranks.add_up(master.grad for master in masters if master.grad is not None)
         return super().step(rate)
 
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0; the others have the same, and give an empty one."""
+        return super().state_dict() if self._ranks.is_main else {"masters": {}, "moments": {}}
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Rank 0's `state`, on all ranks. The others may give an empty one."""
-        ranks = self._ranks
-        with ranks.calling(f"{self._name}.load_state_dict", {}):
-            with ranks.together():
-                if ranks.is_main:
-                    super().load_state_dict(state)
-            super().load_state_dict(shared_state(ranks, self.state_dict(), self.masters))
+        """Rank 0's `state`, on all ranks."""
+        with self._ranks.together():
+            if self._ranks.is_main:
+                super().load_state_dict(state)
+        masters = {name: master.detach() for name, master in self.masters.items()}
+        super().load_state_dict(_from_main(self._ranks, masters, state["moments"]))
 
 
-def shared_state(ranks: Ranks, own: dict[str, Any], shapes: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Rank 0's state of an optimiser on all ranks, one tensor after the other; `shapes` has a tensor of each name."""
-    names = ranks.from_main(list(own["moments"]))
+def _from_main(ranks: Ranks, masters: dict[str, torch.Tensor], own: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's masters, in place, and moments: one tensor after the other."""
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name in names:
-        moments[name] = own["moments"].get(name) or {
+    for name in ranks.from_main(list(own)):
+        moments[name] = {
             "step": torch.zeros(()),
-            "exp_avg": torch.zeros_like(shapes[name]),
-            "exp_avg_sq": torch.zeros_like(shapes[name]),
+            "exp_avg": torch.zeros_like(masters[name]),
+            "exp_avg_sq": torch.zeros_like(masters[name]),
         }
-        for tensor in moments[name].values():
+        for key, tensor in moments[name].items():
+            if name in own:
+                tensor.copy_(own[name][key])
             ranks.copy_from_main(tensor)
-    for master in own["masters"].values():
+    for master in masters.values():
         ranks.copy_from_main(master)
-    return {"masters": own["masters"], "moments": moments}
+    return {"masters": masters, "moments": moments}
+
+
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerSection, ranks: Ranks
+) -> MasterAdamW:
+    """AdamW over parameters that every rank has whole."""
+    if ranks.size == 1:
+        return MasterAdamW(named_parameters, config)
+    return DataParallelAdamW(named_parameters, config, ranks)

@@ -13,7 +13,7 @@ verifies what is there, and makes everything that was computed from the old weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rollout_trainers.checkpoint import MODEL_FOLDER, load_trainer_state, save_t
 from rollout_trainers.config import RunConfig
 from rollout_trainers.corrections import Mismatch, correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
-from rollout_trainers.data_parallel import check_same_policy, gathered_samples
+from rollout_trainers.data_parallel import check_same_policy, gathered_samples, make_optimizer
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
 from rollout_trainers.histograms import Histogram, step_histograms
@@ -47,8 +47,9 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
+from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer, derive_seed, select_examples, select_further_examples
 from rollout_trainers.ranks import Ranks
@@ -73,6 +74,7 @@ class GRPOTrainer:
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
+        optimizer: Optimizer | None = None,
         stream: GroupStream | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
@@ -85,15 +87,16 @@ class GRPOTrainer:
         self.policy = policy
         self.task = task
         self.config = config
-        self.optimizer = MasterAdamW(policy.named_parameters(), config.optimizer)
+        self.optimizer = optimizer or make_optimizer(policy.named_parameters(), config.optimizer, self.ranks)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
         self.receipt: object = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
         self.treaty = treaty
         self.plan: TreatyPlan | None = None  # of the treaty, as it stands
+        self.platform = platform_for(config.engine.device)
         if treaty is None:
-            self.memory = MemoryPhases(platform_for(config.engine.device), self.engine.memory_ledger)
+            self.memory = MemoryPhases(self.platform, self.engine.memory_ledger)
         else:
             self.memory = treaty.phases
             self.plan = treaty.settle()
@@ -108,9 +111,20 @@ class GRPOTrainer:
         return replace(self.config.loss, kl_coefficient=self.kl_control.coefficient)
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         """By their names in checkpoints."""
         return {"optimizer": self.optimizer}
+
+    @property
+    def methods(self) -> dict[str, Callable[..., object]]:
+        """What rank 0 calls on all ranks, by name (`Ranks.follow`)."""
+        return {
+            "step": self.step,
+            "evaluate": self.evaluate,
+            "save": self.save,
+            "save_policy": self.save_policy,
+            "restore": self.restore,
+        }
 
     def save(self, folder: Path) -> None:
         """Writes the policy, and what the training needs to go on, into the folder of a checkpoint: of each rank."""
@@ -132,7 +146,7 @@ class GRPOTrainer:
         """Goes on from a checkpoint, which is of `step`: its weights are the engine's policy of that version."""
         with self.ranks.calling("restore", folder, step):
             self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank))
-            self._update_engine(step)
+            self.update_engine(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What the steps so far have changed, beside weights and optimisers; plain values."""
@@ -168,7 +182,9 @@ class GRPOTrainer:
             with self.memory.phase("sleeping", by_owner), timers.phase("sleep"):
                 self.suspend_engine()
             with self.memory.phase("training", by_owner), timers.phase("train"):
+                self.take_memory()
                 statistics = self.learn(step, sampled.kept)
+                self.give_memory_back()
             with self.memory.phase("update", by_owner), timers.phase("sync"):
                 self.update_engine(step)
             with timers.phase("wake"):
@@ -315,11 +331,10 @@ class GRPOTrainer:
         statistics.correction = correction_metrics(everyones, loss.importance_cap)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """All samples with a completion token, in micro-batches.
-
-        As many on every rank where passes of the policy are collective: those that teach nothing fill up.
-        """
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        """All samples with a completion token, in parts that the policy takes one at a time. Where its passes are
+        collective there are as many on every rank, some of which may teach nothing."""
+        in_parts = padded_micro_batches if self.policy.is_padded else pack_micro_batches
+        batches = in_parts(samples, self.config.algorithm.micro_batch_tokens)
         if self.policy.is_collective:
             batches += [PackedBatch.filler()] * (self.ranks.most(len(batches)) - len(batches))
         return batches
@@ -407,12 +422,27 @@ class GRPOTrainer:
             released = self.engine.sleep(level=1) if self.stream is None else self.stream.sleep()
             self.released_bytes = released.total_released
 
+    def take_memory(self) -> None:
+        """Brings what `give_memory_back` has moved away."""
+        if self.config.policy.offload:
+            for optimizer in self._movable_optimizers():
+                optimizer.fetch()
+
+    def _movable_optimizers(self) -> list[MasterAdamW]:
+        """All, where the policy is not spread over ranks; then `policy.offload` is refused."""
+        return [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, MasterAdamW)]
+
+    def give_memory_back(self) -> None:
+        """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
+        optimisers' states go to the host. What the allocator holds unused goes back as well."""
+        if self.config.policy.offload:
+            for optimizer in self._movable_optimizers():
+                optimizer.offload()
+        if self.config.engine.sleep:
+            self.platform.trim()
+
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
-        with self.ranks.calling("update_engine", version):
-            self._update_engine(version)
-
-    def _update_engine(self, version: int) -> None:
         if self.stream is not None:
             receipt = self.stream.update(version, self.policy.load_into)
         else:
@@ -431,20 +461,20 @@ class GRPOTrainer:
         if self.stream is not None:
             self.stream.close()
 
-    def evaluate(self, num_steps: int = 0) -> tuple[list[Sample], Evaluation]:
-        """One completion of each held-out prompt by the policy as it is, after `num_steps` steps. The engine must be
-        awake."""
-        with self.ranks.calling("evaluate", num_steps):
-            return self._evaluate(num_steps)
+    def evaluate(self, num_steps: int = 0, held_out: str = "") -> tuple[list[Sample], Evaluation]:
+        """One completion of each prompt of a set in `Task.held_out` by the policy as it is, after `num_steps` steps.
+        The engine must be awake."""
+        with self.ranks.calling("evaluate", num_steps, held_out):
+            return self._evaluate(num_steps, self.task.held_out[held_out])
 
-    def _evaluate(self, num_steps: int) -> tuple[list[Sample], Evaluation]:
+    def _evaluate(self, num_steps: int, held_out: Sequence[Example]) -> tuple[list[Sample], Evaluation]:
         section = self.config.evaluation
         max_tokens = section.max_tokens or self.config.sampling.max_tokens
-        own = self.ranks.part(len(self.task.evaluation))
+        own = self.ranks.part(len(held_out))
         samples: list[Sample] = []
         with self.ranks.together():
             if own:
-                examples = self.task.evaluation[own.start : own.stop]
+                examples = held_out[own.start : own.stop]
                 samples = self.producer.evaluate(examples, section.temperature, max_tokens, own.start)
             self.score(samples, num_steps)
         samples = gathered_samples(self.ranks, samples)

@@ -4,7 +4,6 @@ the sampler reads."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from rollout.worker.batch import ForwardBatch, SharedRows
 from rollout_kernels import linear_token_logprobs
 from rollout_trainers.checkpoint import save_model
 from rollout_trainers.packing import PackedBatch
+from rollout_trainers.reference_weights import ReferenceWeights
 
 
 class PolicyUpdate(Protocol):
@@ -29,12 +29,14 @@ class Policy(Protocol):
     """A causal language model that is trained, and how its weights come to the engine that samples.
 
     `is_exact` says whether its logprobs are the sampler's, bit for bit; where they are not, the trainer recomputes the
-    old ones and corrects for the difference (`algorithm.recompute_logprobs`). `is_collective` says whether its passes
-    wait for those of other ranks, which then make as many.
+    old ones and corrects for the difference (`algorithm.recompute_logprobs`). `is_padded` says that its forward pass
+    pads sequences, so that a micro-batch's size is counted with padding, and with shared prompts once a sequence.
+    `is_collective` says that its passes wait for those of other ranks, which make as many.
     """
 
     temperature: float
     is_exact: bool
+    is_padded: bool
     is_collective: bool
 
     @property
@@ -93,10 +95,12 @@ class SharedPolicy:
 
     Every parameter of `model` is trained from now on (`requires_grad` is set).
 
-    `keep_reference` copies the weights as they are now, for a KL term.
+    `keep_reference` copies the weights as they are now, for a KL term. With `gradient_checkpointing` a layer keeps only
+    what it was given, and runs again in the backward pass: the gradients are the same bits.
     """
 
     is_exact = True
+    is_padded = False
     is_collective = False
 
     def __init__(
@@ -104,16 +108,19 @@ class SharedPolicy:
         model: CausalLM,
         temperature: float,
         keep_reference: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
+        if gradient_checkpointing and not model.supports_recompute:
+            raise ValueError(
+                f"policy.gradient_checkpointing=True is not valid for {type(model).__name__}, which does not run its "
+                "layers by rollout.layers.recompute.run_layer (supports_recompute is false)"
+            )
         self.model = model
+        self.gradient_checkpointing = gradient_checkpointing
         for _, parameter in model.named_parameters():
             parameter.requires_grad_(True)
         self.temperature = temperature
-        self._reference = (
-            {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-            if keep_reference
-            else None
-        )
+        self._reference = ReferenceWeights(dict(model.named_parameters())) if keep_reference else None
 
     @property
     def hidden_size(self) -> int:
@@ -141,7 +148,8 @@ class SharedPolicy:
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Final hidden states [C, hidden], in the model's dtype, of the rows that predict the batch's completion
         tokens."""
-        context = ForwardBatch.packed(batch.query_start, SharedRows(batch.gather, batch.first))
+        shared = SharedRows(batch.gather, batch.first)
+        context = ForwardBatch.packed(batch.query_start, shared, recompute=self.gradient_checkpointing)
         hidden = self.model(batch.input_ids, batch.positions, context)  # [T, H]
         return take_rows(hidden, batch.rows)
 
@@ -160,7 +168,9 @@ class SharedPolicy:
 
         Call it outside of a forward pass that still waits for its backward pass: the parameters change meanwhile.
         """
-        with self._reference_weights():
+        if self._reference is None:
+            raise ValueError("this policy keeps no reference: make it with keep_reference=True")
+        with self._reference.in_place():
             return [self.logprobs(batch)[0] for batch in batches]
 
     def load_into(self, update: PolicyUpdate) -> None:
@@ -169,20 +179,3 @@ class SharedPolicy:
 
     def save(self, folder: Path, source: Path) -> None:
         save_model(folder, self.model.named_parameters(), source)
-
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """The parameters hold the reference's values inside, and their own again afterwards, bit for bit."""
-        if self._reference is None:
-            raise ValueError("this policy keeps no reference: make it with keep_reference=True")
-        own = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        try:
-            self._write(self._reference)
-            yield
-        finally:
-            self._write(own)
-
-    @torch.no_grad()
-    def _write(self, values: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(values[name])

@@ -23,12 +23,12 @@ from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.config import OptimizerSection, RunConfig
 from rollout_trainers.critic import Critic
 from rollout_trainers.critic_metrics import CriticStatistics, merge_critic_statistics
-from rollout_trainers.data_parallel import gathered_samples
+from rollout_trainers.data_parallel import gathered_samples, make_optimizer
 from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
+from rollout_trainers.optimizer import Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch
 from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
@@ -54,14 +54,14 @@ class PPOTrainer(GRPOTrainer):
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
-        self.critic_optimizer = MasterAdamW(critic.named_parameters(), self.critic_section)
+        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks or Ranks())
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
         # last: it shares out the memory that is left
-        super().__init__(producer, policy, task, config, treaty, ranks, stream)
+        super().__init__(producer, policy, task, config, treaty, ranks, stream=stream)
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         return {**super().optimizers, "critic": self.critic_optimizer}
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:

@@ -25,6 +25,7 @@ _FREE = {
     "checkpoint",
     "tracking",
     "alerts",
+    "distributed",
     "early_stop",
     "evaluation.every",
     "evaluation.at_start",
@@ -39,6 +40,8 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "policy.gradient_checkpointing",
+    "policy.offload",
     "environment.max_concurrent",
 }
 
@@ -50,6 +53,7 @@ def run_settings(config: RunConfig, task: Task) -> dict[str, Any]:
     settings["task's rewards"] = reward_names(task.rewards)
     settings["task's training examples"] = len(task.train)
     settings["task's evaluation examples"] = len(task.evaluation)
+    settings["task's further evaluation examples"] = {k: len(each) for k, each in task.further_evaluations.items()}
     return json.loads(json.dumps(settings, default=str))
 
 

@@ -6,33 +6,35 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
-from rollout.models.causal_lm import CausalLM
 from rollout.models.pretrained import resolve_model
-from rollout.platform.platform import platform_for
 from rollout_trainers.asynchronous import GroupStream, check_task
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
-from rollout_trainers.evaluation import EVALUATION_PREFIX
+from rollout_trainers.evaluation import EVALUATION_PREFIX, evaluated_set
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.own_model import load_own_model
-from rollout_trainers.policy import Policy, SharedPolicy
+from rollout_trainers.launch import joined
+from rollout_trainers.make_policy import make_policy
+from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
 from rollout_trainers.random_states import seed_generators
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.resume import open_run, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
+from rollout_trainers.sharded import shard_policy
 from rollout_trainers.tasks import make_task
 from rollout_trainers.tracking import ProgressLine
+from rollout_trainers.transformers_policy import TransformersPolicy
 from rollout_trainers.types import Example, RewardFunction, Task
 
 
@@ -73,32 +75,54 @@ def run(
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
     own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
 
+    Where `config.distributed` wants several processes, each of them calls this with the same arguments, and all return
+    the same.
+
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints or in which another run is going on.
+    checkpoints or in which another run is going on; `RankFailedError` where another process of the run has failed.
     """
     started = time.perf_counter()
-    task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
-    check_task(config.asynchrony, task)
-    task = _with_reward_model(task, config.reward_model)
-    _check_evaluated(config, task)
-    with open_run(config, run_settings(config, task)) as checkpoint:
-        progress = ProgressLine(config.steps)
-        progress.say(f"{config.name}: loading {config.model}")
-        seed_generators(derive_seed(config.seed, "generators"))
-        engine = _make_engine(config)
-        trainer = _make_trainer(config, engine, task)
-        with closing(trainer):
-            session = Session(config, trainer, progress, checkpoint)
-            session.train()
-            return session.finish(started)
+    progress = ProgressLine(config.steps)
+    checkpoint = None
+    with joined(config) as ranks, ExitStack() as stack:
+        with ranks.together():
+            task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+            check_task(config.asynchrony, task)
+            task = _with_reward_model(task, config.reward_model)
+            _check_evaluated(config, task)
+            if ranks.is_main:
+                checkpoint = stack.enter_context(open_run(config, run_settings(config, task)))
+                progress.say(f"{config.name}: loading {config.model}")
+            own = (ranks.rank,) if ranks.rank else ()
+            seed_generators(derive_seed(config.seed, "generators", *own))
+            engine = _make_engine(config)
+        trainer = _make_trainer(config, engine, task, ranks)
+        if not ranks.is_main:
+            return ranks.follow(trainer.methods)
+        return ranks.lead(lambda: _session(config, trainer, progress, checkpoint, started))
+
+
+def _session(
+    config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None, started: float
+) -> RunResult:
+    with closing(trainer):
+        session = Session(config, trainer, progress, checkpoint)
+        session.train()
+        return session.finish(started)
 
 
 def _check_evaluated(config: RunConfig, task: Task) -> None:
     """Raises `ValueError` for a metric of evaluations that there will not be."""
     watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
     for field, metric in watched.items():
-        if metric is not None and metric.startswith(EVALUATION_PREFIX) and not task.evaluation:
-            raise ValueError(f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation")
+        if metric is None or not metric.startswith(EVALUATION_PREFIX):
+            continue
+        held_out = evaluated_set(metric)
+        if held_out not in task.held_out:
+            which = f" called {held_out!r}" if held_out else ""
+            raise ValueError(
+                f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation{which}"
+            )
 
 
 def _resolve_task(
@@ -158,26 +182,21 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
     return replace(task, rewards=(*task.rewards, model))
 
 
-def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
+def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
     """PPO's where there is a critic."""
     producer = _make_producer(config, engine, task)
     stream = GroupStream(engine, task.train, config) if config.asynchrony.is_active else None
-    policy = SharedPolicy(_policy_model(config, engine), config.sampling.temperature, config.loss.uses_kl)
+    policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty, stream=stream)
-    return GRPOTrainer(producer, policy, task, config, treaty, stream=stream)
-
-
-def _policy_model(config: RunConfig, engine: LLM) -> CausalLM:
-    """The engine's own module, or another with weights of its own where the engine samples while they change."""
-    if not config.asynchrony.samples_ahead:
-        return engine.shared_model()
-    device = platform_for(config.engine.device).device
-    return load_own_model(resolve_model(config.model), config.engine.dtype, device)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks, stream=stream)
+    optimizer = None
+    if isinstance(policy, TransformersPolicy) and config.distributed.is_sharded:
+        optimizer = shard_policy(policy, config, ranks)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer, stream)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:

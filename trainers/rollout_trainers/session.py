@@ -192,16 +192,19 @@ class Session:
         }
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics; there are none without held-out prompts."""
-        if not self.trainer.task.evaluation:
-            return {}
-        samples, evaluation = self.trainer.evaluate(step)
-        metrics = evaluation.metrics()
-        self.evaluations[step] = evaluation
+        """Evaluates all held-out sets. Returns the metrics; there are none without held-out prompts."""
+        metrics: dict[str, float] = {}
+        for name in self.trainer.task.held_out:
+            samples, evaluation = self.trainer.evaluate(step, name)
+            metrics |= evaluation.metrics(name)
+            if not name:
+                self.evaluations[step] = evaluation
+            self.tracker.log_samples(step, self._rows(step, samples, f"held out {name}".rstrip()))
+            of = f" on {name}" if name else ""
+            self.progress.say(f"{self.config.name}: step {step}: held-out accuracy{of} {evaluation}")
+        if metrics:
+            self._log_metrics(step, metrics)
         self._evaluated_at = time.monotonic()
-        self._log_metrics(step, metrics)
-        self.tracker.log_samples(step, self._rows(step, samples, "held out"))
-        self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {evaluation}")
         return metrics
 
     def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:

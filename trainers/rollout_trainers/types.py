@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,9 @@ class Example:
 class Task:
     """Examples to learn from, examples never trained on, and what is rewarded (the sum of the functions' values).
 
+    `further_evaluations` are more sets of such examples by name, which are evaluated beside `evaluation`; the metrics
+    of one that is called "hard" are `eval/hard/accuracy` and so on.
+
     With an `environment`, which makes a fresh one for each episode, the policy takes turns with it; what it gives is
     added to the reward.
     """
@@ -39,6 +42,18 @@ class Task:
     evaluation: Sequence[Example]
     rewards: tuple[RewardFunction, ...]
     environment: Callable[[], Any] | None = None  # -> environments.Environment
+    further_evaluations: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.further_evaluations:
+            if not name or "/" in name:
+                raise ValueError(f"a set of held-out examples cannot be called {name!r}: no name is empty or has a '/'")
+
+    @property
+    def held_out(self) -> dict[str, Sequence[Example]]:
+        """All sets that are not empty, by name; `evaluation` has none."""
+        sets = {"": self.evaluation, **self.further_evaluations}
+        return {name: examples for name, examples in sets.items() if len(examples) > 0}
 
 
 # Finish reasons of what a limit has cut off: of a sample, and (also) of an episode.
