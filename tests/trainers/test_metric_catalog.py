@@ -19,7 +19,7 @@ from rollout_trainers.metric_catalog import CATALOG, catalog_as_markdown, descri
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import run
 from rollout_trainers.run_files import RunFiles, read_run
-from rollout_trainers.types import Example
+from rollout_trainers.types import Example, Task
 from tests.support.tiny import make_tiny_llama
 
 PAGE = Path(__file__).parents[2] / "docs" / "dashboards.md"
@@ -95,7 +95,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFiles]:
         if name == "tools":
             run(config, train=TRAIN, environment=Asked)
         else:
-            run(config, train=TRAIN, evaluation=TRAIN[:2], reward_functions=[share_of_low_ids])
+            run(
+                config,
+                task=Task("low ids", TRAIN, TRAIN[:2], (share_of_low_ids,), further_evaluations={"b": TRAIN[3:]}),
+            )
     return {name: read_run(folder / name) for name in OPTIONS}
 
 

@@ -61,6 +61,7 @@ CATALOG: tuple[MetricGroup, ...] = (
             Metric("eval/accuracy_high", _SHARE, "upper end"),
             Metric("eval/reward", "reward", "mean reward", "last,max"),
             Metric("eval/mean_length", _TOKENS, "mean length of the completions"),
+            Metric("eval/<set>/<metric>", "", "the same of a further held-out set, by its name", "last,max"),
         ),
     ),
     MetricGroup(
