@@ -373,9 +373,6 @@ class RunConfig:
             )
         if policy.offload and self.engine.device == "cpu":
             fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
-        if policy.offload and self.distributed.is_sharded:
-            kind = self.distributed.kind
-            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose optimiser is the library's")
         if policy.offload and not self.engine.sleep:
             fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
 
