@@ -20,6 +20,7 @@ from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.policy_config import PolicySection
+from rollout_trainers.teacher_config import TeacherSection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -331,6 +332,7 @@ class RunConfig:
     asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
@@ -432,7 +434,8 @@ class RunConfig:
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""
         algorithm, loss = self.algorithm, self.loss
-        if loss.uses_groups:
+        self.teacher.check_loss(loss)
+        if loss.uses_groups and self.teacher.uses_rewards:
             check_integer("algorithm", "group_size", algorithm.group_size, 2)
         if algorithm.group_size * algorithm.prompts_per_step < 2:
             fail("algorithm", "prompts_per_step", algorithm.prompts_per_step, "at least 2 with a group_size of 1")

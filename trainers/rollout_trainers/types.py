@@ -117,6 +117,7 @@ class Sample:
     token_advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None  # None: the sampler's are used
     reference_logprobs: np.ndarray | None = None  # of the policy that the run began with, for a KL term
+    teacher_logprobs: np.ndarray | None = None  # of the model that the policy is distilled from, where there is one
     importance: np.ndarray | None = None  # weights that account for a sampler that is not the trainer
     values: np.ndarray | None = None  # what the critic expects before each token
     returns: np.ndarray | None = None  # what it should have said
