@@ -39,6 +39,7 @@ OPTIONS = {
     ),
     "ppo": ("loss.algorithm=ppo",),
     "ahead": ("asynchrony.mode=in_flight", "asynchrony.max_staleness=2", "engine.sleep=false", "steps=2"),
+    "teacher": ("teacher.model={model}",),
     "tools": ("environment.max_turns=2",),
 }
 
@@ -91,7 +92,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFiles]:
             "optimizer": {"learning_rate": 1e-3},
             "tracking": {"wandb": "disabled"},
         }
-        config = config_from_values(values, options)
+        config = config_from_values(values, [option.format(model=model) for option in options])
         if name == "tools":
             run(config, train=TRAIN, environment=Asked)
         else:

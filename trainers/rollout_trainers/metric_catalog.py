@@ -151,6 +151,15 @@ CATALOG: tuple[MetricGroup, ...] = (
         ),
     ),
     MetricGroup(
+        "Teacher",
+        "each step of on-policy distillation, with the section `teacher`",
+        (
+            Metric("teacher/kl", _NATS, "KL of the policy that sampled to its teacher (k1)", "last,min"),
+            Metric("teacher/sequence_kl", "nats a sample", "the same of whole samples", "last,min"),
+            Metric("teacher/logprob", _NATS, "mean of the teacher's logprobs of what was sampled", "last,max"),
+        ),
+    ),
+    MetricGroup(
         "Dynamic sampling",
         "each step, with `loss.dynamic_sampling`",
         (
