@@ -13,8 +13,10 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from rollout import LLM
 from rollout.commands.bench import read_workload
@@ -37,18 +39,19 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @contextmanager
 def cache_of(model: CausalLM, dtype: torch.dtype | None) -> Iterator[None]:
     """Inside the block the model attends to rounded keys and values."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    originals = [layer.forward for layer in layers]
-    for layer, forward in zip(layers, originals, strict=True):
-        if dtype is not None:
-            layer.forward = lambda q, k, v, *rest, attend=forward: attend(
-                q, rounded(k, dtype), rounded(v, dtype), *rest
-            )
+    layers = [module for module in model.modules() if isinstance(module, Attention)] if dtype is not None else []
+
+    def round_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert dtype is not None
+        q, k, v, *rest = inputs
+        return q, rounded(k, dtype), rounded(v, dtype), *rest
+
+    hooks = [layer.register_forward_pre_hook(round_inputs) for layer in layers]
     try:
         yield
     finally:
-        for layer, forward in zip(layers, originals, strict=True):
-            layer.forward = forward
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.inference_mode()
