@@ -47,6 +47,7 @@ class Attention(nn.Module):
             q, query_start = q[only.rows], only.query_start
         out = rollout_kernels.paged_attention(
             *(q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale),
+            last_places=paged.last_places,
             window=self.window,
             soft_cap=self.soft_cap,
         )

@@ -31,10 +31,12 @@ class CausalLM(nn.Module, ABC):
 
     Parameters are named as in the checkpoint. `tied_names` maps names that a checkpoint or a trainer may also use to
     the parameter that holds their values. `int8` is the engine's copy of `output_weight`, where it quantises.
-    `supports_lora` says that the forward pass hands `ForwardBatch.adapter_ids` to its linear layers.
+    `supports_lora` says that the forward pass hands `ForwardBatch.adapter_ids` to its linear layers, and
+    `supports_recompute` that it runs its layers by `rollout.layers.recompute.run_layer`.
     """
 
     supports_lora: ClassVar[bool] = False
+    supports_recompute: ClassVar[bool] = False
     shape: ModelShape
     tied_names: dict[str, str]
     int8: Int8Weight | None = None

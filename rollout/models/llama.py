@@ -13,6 +13,7 @@ from rollout.layers.attention import Attention
 from rollout.layers.embedding import Embedding
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm import RMSNorm
+from rollout.layers.recompute import run_layer
 from rollout.layers.rotary import RopeConfig, RotaryEmbedding, parse_rope
 from rollout.models.causal_lm import CausalLM, ModelShape
 from rollout.worker.batch import ForwardBatch, LastRows
@@ -142,7 +143,8 @@ class LlamaModel(nn.Module):
         x, residual = self.embed_tokens(input_ids), None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, positions, batch, batch.last_rows if index == last else None)
+            only = batch.last_rows if index == last else None
+            x, residual = run_layer(layer, batch, x, residual, positions, batch, only)
         return self.norm(x, residual)[0]
 
 
@@ -150,6 +152,7 @@ class LlamaForCausalLM(CausalLM):
     """The whole model; its head is the embedding where the config ties them."""
 
     supports_lora = True
+    supports_recompute = True
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -20,6 +20,8 @@ class PagedContext:
     seq_lens: torch.Tensor  # int32 [S], keys of each sequence including this step's
     slot_mapping: torch.Tensor  # int64 [T], where each token's KV is written
     block_size: int
+    # int32 [S]: where the last key of a sequence stands in its block table, -1 for its own place. None: all there
+    last_places: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class ForwardBatch:
     With `shared` set the model gets fewer rows, and `query_start` counts those of the layout that `shared` describes.
     With `last_rows` set only these rows matter after the last layer's keys and values are written: a model may compute
     no more than them there, and return hidden states [R, hidden] in place of [T, hidden]. `adapter_ids`, int32 [T], has
-    the slot of each row's LoRA adapter, -1 for none; None where no row has one.
+    the slot of each row's LoRA adapter, -1 for none; None where no row has one. `recompute` asks for layers that keep
+    no activations for the gradient, and run again in the backward pass.
     """
 
     query_start: torch.Tensor
@@ -56,6 +59,7 @@ class ForwardBatch:
     shared: SharedRows | None = None
     last_rows: LastRows | None = None
     adapter_ids: torch.Tensor | None = None
+    recompute: bool = False
 
     def adapters_of(self, only: LastRows | None) -> torch.Tensor | None:
         """The adapters of all rows, or of `only` some."""
@@ -64,6 +68,8 @@ class ForwardBatch:
         return self.adapter_ids[only.rows]
 
     @classmethod
-    def packed(cls, query_start: torch.Tensor, shared: SharedRows | None = None) -> ForwardBatch:
+    def packed(
+        cls, query_start: torch.Tensor, shared: SharedRows | None = None, recompute: bool = False
+    ) -> ForwardBatch:
         """Whole sequences without a KV cache: what a trainer runs, with or without gradients, and without adapters."""
-        return cls(query_start=query_start.to(torch.int32), shared=shared)
+        return cls(query_start=query_start.to(torch.int32), shared=shared, recompute=recompute)

@@ -53,7 +53,7 @@ def hidden_states(folder: Path, samples: Sequence[Sample]) -> list[torch.Tensor]
 
 
 def test_a_value_head_reads_the_state_before_each_token(folder: Path, policy: SharedPolicy):
-    head = ValueHead(policy.model, 0.1, seed=3)
+    head = ValueHead(policy.hidden_size, 0.1, 3, policy.device)
     with torch.no_grad():
         head.head.weight.normal_(generator=torch.Generator().manual_seed(1))
         head.head.bias.fill_(0.5)
@@ -69,7 +69,7 @@ def test_a_value_heads_gradient_reaches_the_policy_times_its_factor_and_the_head
     batch = pack(SAMPLES, [0, 1, 2])
     gradients = {}
     for factor in (1.0, 0.25, 0.0):
-        head = ValueHead(policy.model, factor, seed=3)
+        head = ValueHead(policy.hidden_size, factor, 3, policy.device)
         hidden = policy.hidden(batch).detach().requires_grad_()
         head.values(batch, hidden).square().sum().backward()
         assert hidden.grad is not None and head.head.weight.grad is not None
@@ -82,7 +82,7 @@ def test_a_value_heads_gradient_reaches_the_policy_times_its_factor_and_the_head
 
 
 def test_heads_begin_near_zero_and_the_same_for_the_same_seed(policy: SharedPolicy):
-    one, same, other = (ValueHead(policy.model, 0.1, seed).head for seed in (3, 3, 4))
+    one, same, other = (ValueHead(policy.hidden_size, 0.1, seed, policy.device).head for seed in (3, 3, 4))
     assert torch.equal(one.weight, same.weight) and not torch.equal(one.weight, other.weight)
     batch = pack(SAMPLES, [0])
     with torch.no_grad():

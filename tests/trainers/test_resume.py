@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollout_trainers.checkpoint import FORMAT
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.resume import find_checkpoint, run_settings
 from rollout_trainers.types import Example, Task
@@ -39,7 +40,7 @@ def old_run(tmp_path: Path) -> Path:
     for step in (2, 3):
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
-        state = {"step": step, "notes": {"settings": run_settings(config, task())}}
+        state = {"format": FORMAT, "files": {}, "step": step, "notes": {"settings": run_settings(config, task())}}
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     return tmp_path
 
@@ -68,6 +69,8 @@ def test_the_newest_checkpoint_of_the_same_run_is_continued(old_run: Path):
         "tracking.wandb=offline",
         "checkpoint.keep=5",
         "evaluation.every=1",
+        "evaluation.at_steps=[2]",
+        "early_stop={metric: entropy, patience: 2}",
         "engine.sleep=false",
     ],
 )

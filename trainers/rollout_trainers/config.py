@@ -11,9 +11,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.alerts_config import AlertsSection
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
+from rollout_trainers.distributed_config import DistributedSection
+from rollout_trainers.early_stop_config import EarlyStopSection, Mode
+from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.policy_config import PolicySection
+from rollout_trainers.teacher_config import TeacherSection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -200,12 +207,18 @@ class RewardModelSection:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSection:
-    """Held-out evaluation, before the first and after the last step, and every `every` steps in between (0: not)."""
+    """Held-out evaluation, and when: before the first step (`at_start`) and after the last (`at_end`); in between after
+    every `every` steps (0: not), after the steps `at_steps`, and after the first step that ends at least
+    `every_seconds` after the last evaluation (None: not)."""
 
     temperature: float = 0.0
     max_tokens: int | None = None
     every: int = 0
     success_threshold: float = 1.0
+    at_start: bool = True
+    at_end: bool = True
+    at_steps: tuple[int, ...] = ()
+    every_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_real("evaluation", "temperature", self.temperature, 0.0)
@@ -213,18 +226,52 @@ class EvaluationSection:
         check_integer("evaluation", "every", self.every, 0)
         if self.max_tokens is not None:
             check_integer("evaluation", "max_tokens", self.max_tokens, 1)
+        check_flag("evaluation", "at_start", self.at_start)
+        check_flag("evaluation", "at_end", self.at_end)
+        if not isinstance(self.at_steps, tuple):
+            fail("evaluation", "at_steps", self.at_steps, "a list of steps")
+        for step in self.at_steps:
+            check_integer("evaluation", "at_steps", step, 1)
+        if self.every_seconds is not None:
+            check_real("evaluation", "every_seconds", self.every_seconds, 0.0, open_low=True)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether there are evaluations between the first step and the last."""
+        return self.every > 0 or bool(self.at_steps) or self.every_seconds is not None
+
+    def is_due(self, step: int, seconds: float) -> bool:
+        """Whether to evaluate after `step`, `seconds` after the last evaluation, where the run goes on."""
+        by_steps = step in self.at_steps or (self.every > 0 and step % self.every == 0)
+        return by_steps or (self.every_seconds is not None and seconds >= self.every_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSection:
-    """Checkpoints every `every` steps (0: none) of which the last `keep` stay; the trained model is always saved."""
+    """Checkpoints every `every` steps and after the last (0: none) of which the newest `keep` stay; the trained model
+    is always saved.
+
+    With a `best_metric`, one of an evaluation's such as `eval/accuracy`, the step where it is best (largest; with the
+    `best_mode` "min" smallest) has a checkpoint at once, which stays beside the newest. With `load_best` its model is
+    the trained model of the run, in place of the last step's.
+    """
 
     every: int = 0
     keep: int = 2
+    best_metric: str | None = None
+    best_mode: Mode = "max"
+    load_best: bool = False
 
     def __post_init__(self) -> None:
         check_integer("checkpoint", "every", self.every, 0)
         check_integer("checkpoint", "keep", self.keep, 1)
+        check_choice("checkpoint", "best_mode", self.best_mode, ("max", "min"))
+        check_flag("checkpoint", "load_best", self.load_best)
+        if self.best_metric is not None:
+            check_evaluation_metric("checkpoint", "best_metric", self.best_metric)
+        elif self.load_best or self.best_mode != "max":
+            name = "load_best" if self.load_best else "best_mode"
+            fail("checkpoint", name, getattr(self, name), "left out without best_metric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +279,16 @@ class TrackingSection:
     """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
 
     Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
-    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    (`LLM.diagnose`), at most once in `diagnose_every` steps. `entity` to `notes` are W&B's own (None: its defaults).
     """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
     sample_every: int = 5
     samples: int = 16
     diagnose_above: float | None = 1e-3
@@ -244,6 +296,10 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        if not isinstance(self.tags, tuple) or not all(
+            isinstance(tag, str) and 1 <= len(tag) <= 64 for tag in self.tags
+        ):
+            fail("tracking", "tags", self.tags, "a list of texts of 1 to 64 characters, W&B's limit")
         check_integer("tracking", "sample_every", self.sample_every, 1)
         check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:
@@ -268,17 +324,23 @@ class RunConfig:
     seed: int = 0
     resume: bool = False
     engine: EngineSection = field(default_factory=EngineSection)
+    policy: PolicySection = field(default_factory=PolicySection)
     task: TaskSection = field(default_factory=TaskSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    distributed: DistributedSection = field(default_factory=DistributedSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    early_stop: EarlyStopSection = field(default_factory=EarlyStopSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):
@@ -294,10 +356,69 @@ class RunConfig:
                 *("algorithm", "recompute_logprobs", False),
                 "true with an engine in int8 or fp8: its logprobs differ from the trainer's, which weights correct",
             )
+        self._check_policy()
+        self._check_distributed()
         self._check_loss()
         self._check_critic()
+        self._check_asynchrony()
+        self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+
+    def _check_policy(self) -> None:
+        policy = self.policy
+        if not policy.is_exact and not self.algorithm.recompute_logprobs:
+            fail(
+                *("algorithm", "recompute_logprobs", False),
+                f"true with policy.kind {policy.kind!r}, whose logprobs are the sampler's only to rounding: importance "
+                "weights correct the difference",
+            )
+        if policy.offload and self.engine.device == "cpu":
+            fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
+        if policy.offload and not self.engine.sleep:
+            fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
+
+    def _check_distributed(self) -> None:
+        kind, policy = self.distributed.kind, self.policy
+        if not self.distributed.is_sharded:
+            return
+        if policy.kind != "transformers":
+            fail("policy", "kind", policy.kind, f"'transformers' with distributed.kind {kind!r}")
+        if policy.offload:
+            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose library holds the optimiser")
+        if self.loss.uses_critic:
+            fail("loss", "baseline", self.loss.baseline, f"none of a critic with distributed.kind {kind!r}: use 'ddp'")
+
+    def _check_evaluation(self) -> None:
+        for step in self.evaluation.at_steps:
+            if step > self.steps:
+                fail("evaluation", "at_steps", list(self.evaluation.at_steps), f"steps of the run's {self.steps}")
+        metric = self.early_stop.metric
+        if metric is None or not metric.startswith(EVALUATION_PREFIX):
+            return
+        check_evaluation_metric("early_stop", "metric", metric)
+        if not self.evaluation.is_repeated:
+            fail("evaluation", "every", self.evaluation.every, f"above 0 where early_stop.metric is {metric!r}")
+
+    def _check_asynchrony(self) -> None:
+        asynchrony, engine = self.asynchrony, self.engine
+        if not asynchrony.is_active:
+            return
+        if engine.memory_budget is not None:
+            why = "samples stay in the KV pool, which then cannot change"
+            fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")
+        if engine.sleep and asynchrony.samples_ahead:
+            why = "the engine samples while the trainer learns"
+            fail("engine", "sleep", True, f"false with asynchrony.mode {asynchrony.mode!r}: {why}")
+        if engine.sleep and asynchrony.held_cache_mode == "keep":
+            fail("asynchrony", "held_cache", "keep", "'recompute' with engine.sleep, which gives the KV pool back")
+        is_corrected = self.algorithm.recompute_logprobs and self.loss.importance_level != "none"
+        if self.loss.surrogate == "log_probability" and not is_corrected:
+            fail(
+                *("loss", "surrogate", self.loss.surrogate),
+                "'clipped' or 'cispo' with asynchrony, or algorithm.recompute_logprobs true with a loss.correction: "
+                "without a ratio the gradient would be that of older policies",
+            )
 
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):
@@ -313,7 +434,8 @@ class RunConfig:
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""
         algorithm, loss = self.algorithm, self.loss
-        if loss.uses_groups:
+        self.teacher.check_loss(loss)
+        if loss.uses_groups and self.teacher.uses_rewards:
             check_integer("algorithm", "group_size", algorithm.group_size, 2)
         if algorithm.group_size * algorithm.prompts_per_step < 2:
             fail("algorithm", "prompts_per_step", algorithm.prompts_per_step, "at least 2 with a group_size of 1")

@@ -11,6 +11,7 @@ from rollout_trainers.advantages import group_advantages, rewards_to_go, whiten
 from rollout_trainers.gae import generalized_advantages
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import kl_estimate
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.shaping import overlong_penalty
 from rollout_trainers.types import Sample
 
@@ -23,14 +24,17 @@ def punish_overlong(samples: Sequence[Sample], max_tokens: int, section: LossSec
         )
 
 
-def assign_advantages(samples: Sequence[Sample], group_size: int, section: LossSection) -> None:
+def assign_advantages(
+    samples: Sequence[Sample], group_size: int, section: LossSection, ranks: Ranks | None = None
+) -> None:
     """Fills the advantages of samples whose groups of `group_size` stand one after the other.
 
     They need `reward` and `penalty`, `reference_logprobs` where the KL is in the reward, and with a critic its
     `values`; it also gets `returns`. Where all tokens of a sample have the same advantage, `token_advantages` stays
-    None.
+    None. With several `ranks`, each of which has whole groups, they are compared with the samples of all.
     """
-    if not samples:
+    ranks = ranks or Ranks()
+    if ranks.most(len(samples)) == 0:
         return
     rewards = np.array([sample.reward + sample.penalty for sample in samples], dtype=np.float64)
     costs = None
@@ -42,9 +46,10 @@ def assign_advantages(samples: Sequence[Sample], group_size: int, section: LossS
     if section.uses_critic:
         _assign_by_critic(samples, rewards, costs_to_go, section)
     else:
-        _assign_by_baseline(samples, rewards, costs_to_go, group_size, section)
+        _assign_by_baseline(samples, rewards, costs_to_go, group_size, section, ranks)
     if section.whiten:
-        _set_token_advantages(samples, whiten([_token_advantages(sample) for sample in samples]))
+        advantages, own = ranks.gather_all([_token_advantages(sample) for sample in samples])
+        _set_token_advantages(samples, whiten(advantages)[own])
 
 
 def _assign_by_baseline(
@@ -53,8 +58,11 @@ def _assign_by_baseline(
     costs_to_go: Sequence[np.ndarray] | None,
     group_size: int,
     section: LossSection,
+    ranks: Ranks,
 ) -> None:
-    advantages, _ = group_advantages(rewards, group_size, section.advantage_scale, section.baseline)
+    everyones, own = ranks.gather_all(rewards.tolist())
+    advantages, _ = group_advantages(np.array(everyones), group_size, section.advantage_scale, section.baseline)
+    advantages = advantages[own]
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage, sample.token_advantages = float(advantage), None
     if costs_to_go is not None:

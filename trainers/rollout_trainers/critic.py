@@ -61,10 +61,10 @@ class ValueHead(nn.Module):
 
     reads_policy = True
 
-    def __init__(self, policy: CausalLM, policy_gradient: float, seed: int) -> None:
+    def __init__(self, hidden_size: int, policy_gradient: float, seed: int, device: torch.device) -> None:
         super().__init__()
         self.policy_gradient = policy_gradient
-        self.head = LinearHead(policy.output_weight.shape[1], seed, policy.output_weight.device)
+        self.head = LinearHead(hidden_size, seed, device)
 
     def values(self, batch: PackedBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         if hidden is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,6 +44,17 @@ class CriticStatistics:
             "critic/lr": self.learning_rate,
         }
         return result | _value_metrics(samples)
+
+
+def merge_critic_statistics(parts: Sequence[CriticStatistics]) -> CriticStatistics:
+    """Those of one step on all ranks."""
+    merged = replace(parts[0])
+    for part in parts[1:]:
+        merged.loss += part.loss
+        merged.num_clipped += part.num_clipped
+        merged.num_tokens += part.num_tokens
+        merged.value_sum += part.value_sum
+    return merged
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:

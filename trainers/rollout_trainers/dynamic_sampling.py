@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.types import Sample
 
 
@@ -34,26 +35,32 @@ class SampledGroups:
 
 
 def sample_until_informative(
-    sample_round: Callable[[int, int], list[Sample]], num_groups: int, group_size: int, max_rounds: int
+    sample_round: Callable[[int, int], list[Sample]],
+    num_groups: int,
+    group_size: int,
+    max_rounds: int,
+    ranks: Ranks | None = None,
 ) -> SampledGroups:
     """Samples until `num_groups` groups have unequal rewards, or for `max_rounds` rounds.
 
     `sample_round(place, count)` gives the scored samples of `count` more groups, `group_size` each, the first of which
-    is the step's `place`-th (from 0).
+    is the step's `place`-th (from 0). With several `ranks` it gives this one's share of them, and so does the result;
+    groups are counted over all ranks.
     """
+    ranks = ranks or Ranks()
     result = SampledGroups()
-    missing = num_groups
+    place, missing = 0, num_groups
     while missing and result.num_rounds < max_rounds:
-        fresh = sample_round(len(result.samples) // group_size, missing)
+        fresh = sample_round(place, missing)
         result.samples += fresh
         result.num_rounds += 1
-        for start in range(0, len(fresh), group_size):
-            group = fresh[start : start + group_size]
-            if is_informative(group):
-                result.kept += group
-                missing -= 1
-            else:
-                result.num_dropped += 1
+        groups = [fresh[start : start + group_size] for start in range(0, len(fresh), group_size)]
+        informative = [group for group in groups if is_informative(group)]
+        result.kept += [sample for group in informative for sample in group]
+        num_informative, num_dropped = ranks.sum(len(informative), len(groups) - len(informative))
+        place += num_informative + num_dropped
+        missing -= num_informative
+        result.num_dropped += num_dropped
     return result
 
 

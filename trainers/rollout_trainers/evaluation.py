@@ -6,6 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollout_trainers.checks import fail
+
+EVALUATION_PREFIX = "eval/"
+_METRICS = ("accuracy", "accuracy_low", "accuracy_high", "reward", "mean_length")
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -19,17 +24,27 @@ class Evaluation:
     num: int
     successes: tuple[bool, ...]
 
-    def metrics(self) -> dict[str, float]:
-        return {
-            "eval/accuracy": self.accuracy,
-            "eval/accuracy_low": self.low,
-            "eval/accuracy_high": self.high,
-            "eval/reward": self.mean_reward,
-            "eval/mean_length": self.mean_length,
-        }
+    def metrics(self, of: str = "") -> dict[str, float]:
+        """By name: `eval/accuracy`, and so on; of a further held-out set `of`, `eval/<of>/accuracy`."""
+        values = (self.accuracy, self.low, self.high, self.mean_reward, self.mean_length)
+        prefix = f"{EVALUATION_PREFIX}{of}/" if of else EVALUATION_PREFIX
+        return {f"{prefix}{name}": value for name, value in zip(_METRICS, values, strict=True)}
 
     def __str__(self) -> str:
         return f"{self.accuracy:.1%} (95 % CI {self.low:.1%} to {self.high:.1%}, n = {self.num})"
+
+
+def check_evaluation_metric(section: str, field: str, name: object) -> None:
+    """Raises `ValueError` where no evaluation has a metric of this name."""
+    parts = name.split("/") if isinstance(name, str) else []
+    if len(parts) not in (2, 3) or f"{parts[0]}/" != EVALUATION_PREFIX or parts[-1] not in _METRICS:
+        known = ", ".join(f"{EVALUATION_PREFIX}{each}" for each in _METRICS)
+        fail(section, field, name, f"an evaluation's metric: {known}, or of a further held-out set eval/<its name>/…")
+
+
+def evaluated_set(metric: str) -> str:
+    """The held-out set that an evaluation's metric is of: "" or its name."""
+    return metric.removeprefix(EVALUATION_PREFIX).rpartition("/")[0]
 
 
 def wilson_interval(successes: int, num: int, z: float = 1.959963984540054) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.types import Sample
 
 _LARGEST_ERROR = 0.2
@@ -36,12 +37,14 @@ class KLControl:
         self.coefficient *= 1.0 + self.gain * error
 
 
-def sequence_kl(samples: Sequence[Sample]) -> float | None:
-    """Mean over the samples of log policy - log reference of the whole sequence (k1), under the policy that a step has
-    begun with. None where no sample has reference logprobs."""
+def sequence_kl(samples: Sequence[Sample], ranks: Ranks | None = None) -> float | None:
+    """Mean over the samples (of all `ranks`) of log policy - log reference of the whole sequence (k1), under the policy
+    that a step has begun with. None where no sample has reference logprobs."""
     totals = [
         float((sample.frozen_logprobs.astype(np.float64) - sample.reference_logprobs).sum())
         for sample in samples
         if sample.reference_logprobs is not None
     ]
+    if ranks is not None:
+        totals, _ = ranks.gather_all(totals)
     return float(np.mean(totals)) if totals else None

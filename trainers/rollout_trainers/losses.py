@@ -85,6 +85,8 @@ def log_ratios(
 
 def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Sums [S] of `values` [C] over each of the sequences that lie one after another, int64 `lengths` [S]."""
+    if lengths.numel() == 0:
+        return values
     return torch.stack([part.sum() for part in values.split(lengths.tolist())])
 
 

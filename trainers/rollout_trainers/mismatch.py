@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from rollout.sampling_params import SamplingParams
 from rollout_trainers.config import TrackingSection
 from rollout_trainers.corrections import Mismatch
 from rollout_trainers.packing import pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Engine
 from rollout_trainers.types import Sample
 
@@ -55,10 +56,20 @@ class MismatchWatch:
         if finding.verdict == Cause.PRECISION and self._above is not None:
             self._above = max(self._above, 2 * finding.difference)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"above": self._above, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, by the section's own threshold where that is higher or none."""
+        self._last = state["last"]
+        if self._above is not None and state["above"] is not None:
+            self._above = max(self._above, state["above"])
+
 
 def examine(
     engine: Engine,
-    policy: SharedPolicy,
+    policy: Policy,
     samples: Sequence[Sample],
     temperature: float,
     token_budget: int,
@@ -76,7 +87,7 @@ def examine(
 
 
 def _diagnose(
-    engine: Engine, policy: SharedPolicy, samples: Sequence[Sample], temperature: float, token_budget: int
+    engine: Engine, policy: Policy, samples: Sequence[Sample], temperature: float, token_budget: int
 ) -> Diagnosis:
     used: dict[int, np.ndarray] = {}
     for batch in pack_micro_batches(samples, token_budget):

@@ -27,7 +27,7 @@ class PackedBatch:
     `old_logprobs` (the ratio's denominator: the sampler's, unless the trainer recomputed them), `advantages`:
     float32 [C]. `reference_logprobs`, `importance`, `values` and `returns` (a critic's, before the step's updates, and
     what they should have been): float32 [C], where the samples have them. `sample_indices`: positions in the list that
-    was packed.
+    was packed. `oldest_versions` int64 [S]: the oldest policy that has sampled some token of each sequence.
     """
 
     input_ids: torch.Tensor
@@ -42,10 +42,34 @@ class PackedBatch:
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     sample_indices: tuple[int, ...]
+    oldest_versions: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
     importance: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+
+    @classmethod
+    def filler(cls) -> PackedBatch:
+        """One token of input and none to predict: a pass over it takes part in the ranks' collectives, and gives a
+        gradient of zeros."""
+        integers, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        return cls(
+            input_ids=torch.zeros(1, dtype=torch.int64),
+            positions=torch.zeros(1, dtype=torch.int64),
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            gather=torch.zeros(1, dtype=torch.int64),
+            first=torch.zeros(1, dtype=torch.int64),
+            rows=integers,
+            targets=integers,
+            lengths=integers,
+            sampler_logprobs=floats,
+            old_logprobs=floats,
+            advantages=floats,
+            sample_indices=(),
+            oldest_versions=integers,
+            reference_logprobs=floats,
+            importance=floats,
+        )
 
     @property
     def num_input_tokens(self) -> int:
@@ -138,6 +162,7 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
         old_logprobs=_joined([sample.frozen_logprobs for sample in chosen]),
         advantages=_joined([_advantages(sample) for sample in chosen]),
         sample_indices=tuple(indices),
+        oldest_versions=torch.tensor([sample.oldest_version for sample in chosen], dtype=torch.int64),
         reference_logprobs=_joined_where_there([sample.reference_logprobs for sample in chosen]),
         importance=_joined_where_there([sample.importance for sample in chosen]),
         values=_joined_where_there([sample.values for sample in chosen]),

@@ -19,17 +19,20 @@ import numpy as np
 import torch
 
 from rollout.memory_treaty import MemoryTreaty
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.config import OptimizerSection, RunConfig
 from rollout_trainers.critic import Critic
-from rollout_trainers.critic_metrics import CriticStatistics
+from rollout_trainers.critic_metrics import CriticStatistics, merge_critic_statistics
+from rollout_trainers.data_parallel import gathered_samples, make_optimizer
 from rollout_trainers.grpo import GRPOTrainer, by_sample
 from rollout_trainers.losses import Denominators
 from rollout_trainers.metrics import LearnStatistics
 from rollout_trainers.objective import critic_loss
-from rollout_trainers.optimizer import MasterAdamW, learning_rate
-from rollout_trainers.packing import PackedBatch, pack_micro_batches
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.optimizer import Optimizer, learning_rate
+from rollout_trainers.packing import PackedBatch
+from rollout_trainers.policy import Policy
 from rollout_trainers.producer import Producer
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.types import Sample, Task
 
 _LEARNING_RATES = {"value_head": 1e-3, "separate": 1e-5}
@@ -41,21 +44,24 @@ class PPOTrainer(GRPOTrainer):
     def __init__(
         self,
         producer: Producer,
-        policy: SharedPolicy,
+        policy: Policy,
         critic: Critic,
         task: Task,
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
+        ranks: Ranks | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
-        self.critic_optimizer = MasterAdamW(critic.named_parameters(), self.critic_section)
+        self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks or Ranks())
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
-        super().__init__(producer, policy, task, config, treaty)  # last: it shares out the memory that is left
+        # last: it shares out the memory that is left
+        super().__init__(producer, policy, task, config, treaty, ranks, stream=stream)
 
     @property
-    def optimizers(self) -> dict[str, MasterAdamW]:
+    def optimizers(self) -> dict[str, Optimizer]:
         return {**super().optimizers, "critic": self.critic_optimizer}
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:
@@ -65,7 +71,8 @@ class PPOTrainer(GRPOTrainer):
         statistics = super().learn(step, samples)
         if not self.policy_learns:
             statistics.learning_rate = 0.0
-        statistics.further |= self.critic_statistics.metrics(samples)
+        merged = merge_critic_statistics(self.ranks.gather(self.critic_statistics))
+        statistics.further |= merged.metrics(gathered_samples(self.ranks, samples))
         return statistics
 
     def assign_advantages(self, samples: Sequence[Sample]) -> None:
@@ -76,7 +83,7 @@ class PPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def freeze_values(self, samples: Sequence[Sample]) -> None:
         """What the critic expects before the step's updates: these values stay."""
-        batches = pack_micro_batches(samples, self.config.algorithm.micro_batch_tokens)
+        batches = self.micro_batches(samples)
         for sample in samples:
             sample.values = np.zeros(0, np.float32)  # of those without tokens, which are in no batch
         values = [self.critic.values(batch, self._hidden_for_critic(batch)) for batch in batches]
@@ -91,13 +98,16 @@ class PPOTrainer(GRPOTrainer):
         self.critic_statistics.begin_update()
         super().update_policy(step, samples, statistics)
 
-    def accumulate_gradient(self, batch: PackedBatch, denominators: Denominators, statistics: LearnStatistics) -> None:
+    def accumulate_gradient(
+        self, batch: PackedBatch, denominators: Denominators, statistics: LearnStatistics, is_last: bool
+    ) -> None:
         """Adds a micro-batch's share of both gradients. With a value head it is one pass through the policy."""
         with torch.set_grad_enabled(self.policy_learns):
             hidden = self.policy.hidden(batch)
-            loss = self.policy_loss(hidden, batch, denominators, statistics).loss
-        if self.policy_learns and not self.critic.reads_policy:
-            loss.backward()  # before the critic's pass, so that the activations of one are there at a time
+            outputs = self.policy.token_logprobs(hidden, batch)
+            loss = self.policy_loss(outputs, batch, denominators, statistics).loss
+        if self.policy_learns and not self.critic.reads_policy:  # first: the activations of one are there at a time
+            self.optimizer.backward(loss, is_last)
         values = self.critic.values(batch, hidden)
         critic = critic_loss(values, batch, denominators, self.loss, self.config.critic.value_clip)
         if self.policy_learns and self.critic.reads_policy:

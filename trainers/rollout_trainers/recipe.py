@@ -122,6 +122,8 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         raise ValueError(f"{key}={value!r} is not valid: it must be text")
     if str in allowed and type(None) in allowed and int not in allowed and not isinstance(value, str | None):
         raise ValueError(f"{key}={value!r} is not valid: it must be text or null")
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(value)
     if get_origin(hint) is Mapping and not isinstance(value, Mapping):
         if value is not None:
             raise ValueError(f"{key}={value!r} is not valid: it must be a section of keys and values")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rollout_trainers.checkpoint import list_checkpoints, read_state
 from rollout_trainers.config import RunConfig
+from rollout_trainers.durable import exclusive, remove_leftovers
 from rollout_trainers.rewards import reward_names
 from rollout_trainers.types import Task
 
@@ -22,7 +24,14 @@ _FREE = {
     "resume",
     "checkpoint",
     "tracking",
+    "distributed",
+    "alerts",
+    "early_stop",
     "evaluation.every",
+    "evaluation.at_start",
+    "evaluation.at_end",
+    "evaluation.at_steps",
+    "evaluation.every_seconds",
     "algorithm.micro_batch_tokens",
     "engine.device",
     "engine.max_num_seqs",
@@ -31,6 +40,8 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "policy.gradient_checkpointing",
+    "policy.offload",
     "environment.max_concurrent",
 }
 
@@ -42,6 +53,7 @@ def run_settings(config: RunConfig, task: Task) -> dict[str, Any]:
     settings["task's rewards"] = reward_names(task.rewards)
     settings["task's training examples"] = len(task.train)
     settings["task's evaluation examples"] = len(task.evaluation)
+    settings["task's further evaluation examples"] = {k: len(each) for k, each in task.further_evaluations.items()}
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -52,6 +64,17 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
+
+
+@contextmanager
+def open_run(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Path | None]:
+    """Holds the run's folder for this process, removes what dead ones have left half-written in it, and gives the
+    checkpoint to continue from (see `find_checkpoint`)."""
+    directory = Path(config.output_dir)
+    with exclusive(directory):
+        for folder in (directory, directory / CHECKPOINTS):
+            remove_leftovers(folder)
+        yield find_checkpoint(config, settings)
 
 
 def find_checkpoint(config: RunConfig, settings: Mapping[str, Any]) -> Path | None:

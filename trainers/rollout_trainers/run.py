@@ -6,43 +6,38 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
-from rollout_trainers.checkpoint import load_checkpoint, save_checkpoint, save_model
+from rollout_trainers.asynchronous import GroupStream, check_task
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
+from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
-from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
+from rollout_trainers.evaluation import EVALUATION_PREFIX, evaluated_set
 from rollout_trainers.grpo import GRPOTrainer
-from rollout_trainers.mismatch import Finding
-from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.launch import joined
+from rollout_trainers.make_policy import make_policy
+from rollout_trainers.policy import Policy
 from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.producer import Producer, RolloutProducer, derive_seed
+from rollout_trainers.random_states import seed_generators
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import load_recipe
-from rollout_trainers.report import write_report
-from rollout_trainers.resume import CHECKPOINTS, find_checkpoint, run_settings
+from rollout_trainers.resume import open_run, run_settings
 from rollout_trainers.rewards.reward_model import RewardModel
+from rollout_trainers.session import RunResult, Session
+from rollout_trainers.sharded import shard_policy
 from rollout_trainers.tasks import make_task
-from rollout_trainers.tracking import ProgressLine, Tracker
-from rollout_trainers.types import Example, RewardFunction, Sample, SampleRow, Task
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run ended with. `base` is the untrained policy on the held-out prompts, `trained` the final one."""
-
-    directory: Path
-    report: Path
-    base: Evaluation | None
-    trained: Evaluation | None
-    p_value: float | None
-    seconds: float
+from rollout_trainers.teacher import check_teacher, load_teacher
+from rollout_trainers.tracking import ProgressLine
+from rollout_trainers.transformers_policy import TransformersPolicy
+from rollout_trainers.types import Example, RewardFunction, Task
 
 
 def train_from_recipe(path: str, overrides: Sequence[str] = ()) -> int:
@@ -82,19 +77,55 @@ def run(
     `reward_functions`, or the built-in one that the configuration names (then `reward_functions`, if any, replace its
     own). With an `environment`, which is called to make one for each episode, the policy takes turns with it.
 
+    Where `config.distributed` wants several processes, each of them calls this with the same arguments, and all return
+    the same.
+
     Raises `ValueError` for what the configuration or the rewards have wrong, and for a folder that holds another run's
-    checkpoints.
+    checkpoints or in which another run is going on; `RankFailedError` where another process of the run has failed.
     """
     started = time.perf_counter()
-    task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
-    task = _with_reward_model(task, config.reward_model)
-    checkpoint = find_checkpoint(config, run_settings(config, task))
     progress = ProgressLine(config.steps)
-    progress.say(f"{config.name}: loading {config.model}")
-    engine = _make_engine(config)
-    session = Session(config, _make_trainer(config, engine, task), progress, checkpoint)
-    session.train()
-    return session.finish(started)
+    checkpoint = None
+    with joined(config) as ranks, ExitStack() as stack:
+        with ranks.together():
+            task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+            check_task(config.asynchrony, task)
+            task = _with_reward_model(task, config.reward_model)
+            check_teacher(config)
+            _check_evaluated(config, task)
+            if ranks.is_main:
+                checkpoint = stack.enter_context(open_run(config, run_settings(config, task)))
+                progress.say(f"{config.name}: loading {config.model}")
+            own = (ranks.rank,) if ranks.rank else ()
+            seed_generators(derive_seed(config.seed, "generators", *own))
+            engine = _make_engine(config)
+        trainer = _make_trainer(config, engine, task, ranks)
+        if not ranks.is_main:
+            return ranks.follow(trainer.methods)
+        return ranks.lead(lambda: _session(config, trainer, progress, checkpoint, started))
+
+
+def _session(
+    config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None, started: float
+) -> RunResult:
+    with closing(trainer):
+        session = Session(config, trainer, progress, checkpoint)
+        session.train()
+        return session.finish(started)
+
+
+def _check_evaluated(config: RunConfig, task: Task) -> None:
+    """Raises `ValueError` for a metric of evaluations that there will not be."""
+    watched = {"early_stop.metric": config.early_stop.metric, "checkpoint.best_metric": config.checkpoint.best_metric}
+    for field, metric in watched.items():
+        if metric is None or not metric.startswith(EVALUATION_PREFIX):
+            continue
+        held_out = evaluated_set(metric)
+        if held_out not in task.held_out:
+            which = f" called {held_out!r}" if held_out else ""
+            raise ValueError(
+                f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation{which}"
+            )
 
 
 def _resolve_task(
@@ -108,15 +139,29 @@ def _resolve_task(
     if task is not None:
         return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions and environment is None and config.reward_model.model is None:
-            raise ValueError(
-                "reward_functions is empty: give at least one with the training examples, or a reward_model"
-            )
+        _check_rewards(config, reward_functions, evaluation, environment)
         return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
     return replace(
         named, rewards=tuple(reward_functions) or named.rewards, environment=environment or named.environment
     )
+
+
+def _check_rewards(
+    config: RunConfig,
+    reward_functions: Sequence[RewardFunction],
+    evaluation: Sequence[Example],
+    environment: EnvironmentFactory | None,
+) -> None:
+    """Raises `ValueError` where nothing says how good the samples of examples are."""
+    if reward_functions or environment is not None or config.reward_model.model is not None:
+        return
+    if config.teacher.uses_rewards:
+        raise ValueError(
+            "reward_functions is empty: give at least one with the training examples, or a reward_model or teacher"
+        )
+    if evaluation:
+        raise ValueError("reward_functions is empty: a teacher trains without, but the evaluation examples need one")
 
 
 def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
@@ -154,180 +199,29 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
     return replace(task, rewards=(*task.rewards, model))
 
 
-def _make_trainer(config: RunConfig, engine: LLM, task: Task) -> GRPOTrainer:
-    """PPO's where there is a critic."""
+def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
+    """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
-    policy = SharedPolicy(engine.shared_model(), config.sampling.temperature, keep_reference=config.loss.uses_kl)
+    stream = GroupStream(engine, task.train, config) if config.asynchrony.is_active else None
+    policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
+    teacher = load_teacher(config)
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty)
-    return GRPOTrainer(producer, policy, task, config, treaty)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks, stream=stream)
+    optimizer = None
+    if isinstance(policy, TransformersPolicy) and config.distributed.is_sharded:
+        optimizer = shard_policy(policy, config, ranks)
+    if teacher is not None:
+        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks, optimizer, stream)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer, stream)
 
 
-def _make_critic(config: RunConfig, policy: SharedPolicy) -> Critic:
-    section, output, seed = config.critic, policy.model.output_weight, derive_seed(config.seed, "critic")
+def _make_critic(config: RunConfig, policy: Policy) -> Critic:
+    section, seed = config.critic, derive_seed(config.seed, "critic")
     if section.kind == "value_head":
-        return ValueHead(policy.model, section.policy_gradient, seed)
+        return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, output.shape[0], config.engine.dtype, seed, output.device)
-
-
-class Session:
-    """The course of a run around the trainer's steps: resume, evaluate, log, save, report.
-
-    It continues from `checkpoint`, where there is one.
-    """
-
-    def __init__(
-        self, config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None = None
-    ) -> None:
-        self.config = config
-        self.trainer = trainer
-        self.progress = progress
-        self.directory = Path(config.output_dir)
-        self.evaluations: dict[int, Evaluation] = {}  # by step; 0 is the untrained policy
-        self.last_step = 0
-        for name in ("report.html", "reward.png"):  # of an earlier run: it must not pass for this one's
-            (self.directory / name).unlink(missing_ok=True)
-        wandb_id = None
-        if checkpoint is not None:
-            self.last_step, wandb_id = self._resume(checkpoint)
-        self.tracker = Tracker(
-            config.tracking,
-            self.directory,
-            config.name,
-            asdict(config),
-            first_step=self.last_step + 1 if self.last_step else 0,
-            wandb_id=wandb_id,
-        )
-
-    def _resume(self, checkpoint: Path) -> tuple[int, str | None]:
-        """Restores a checkpoint and makes it the engine's policy. Returns its step and the run's id in W&B."""
-        restored = load_checkpoint(checkpoint, self.trainer.optimizers)
-        for step, saved in restored.notes["evaluations"].items():
-            self.evaluations[int(step)] = Evaluation(**{**saved, "successes": tuple(saved["successes"])})
-        self.trainer.num_tokens = restored.notes["num_tokens"]
-        self.trainer.kl_control.coefficient = restored.notes["kl_coefficient"]
-        self.trainer.update_engine(restored.step)
-        self.progress.say(f"{self.config.name}: resumed after step {restored.step}")
-        return restored.step, restored.notes["wandb_id"]
-
-    def train(self) -> None:
-        """All steps that are left, with the evaluations and checkpoints that the recipe asks for."""
-        config = self.config
-        if self.last_step == 0:
-            self._evaluate(0)
-        for step in range(self.last_step + 1, config.steps + 1):
-            samples, metrics = self.trainer.step(step)
-            self.tracker.log(step, metrics)
-            self.tracker.log_memory(step, self.trainer.memory.measured.values())
-            if step % config.tracking.sample_every == 0 or step in (1, config.steps):
-                self.tracker.log_samples(step, self._rows(step, samples, "train"))
-            self.progress.update(step, _progress_fields(metrics))
-            if self.trainer.finding is not None:
-                self._tell(self.trainer.finding)
-            self.last_step = step
-            every = config.evaluation.every
-            if step == config.steps or (every and step % every == 0):
-                self._evaluate(step)
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
-                self._save(step)
-
-    def finish(self, started: float) -> RunResult:
-        """Saves the trained model, closes the trackers, writes the report."""
-        config = self.config
-        save_model(self.directory / "model", self.trainer.policy.model.named_parameters(), resolve_model(config.model))
-        base, trained = self.evaluations.get(0), self.evaluations.get(config.steps)
-        p_value = None
-        if base is not None and trained is not None and config.steps > 0:
-            p_value = mcnemar_p_value(base.successes, trained.successes)
-        summary = {
-            "name": config.name,
-            "task": self.trainer.task.name,
-            "config": asdict(config),
-            "base": asdict(base) if base else None,
-            "trained": asdict(trained) if trained else None,
-            "p_value": p_value,
-            "receipt": str(self.trainer.receipt),
-            "seconds": time.perf_counter() - started,
-        }
-        self.tracker.finish({key: value for key, value in summary.items() if key != "config"})
-        report = write_report(self.directory, summary)
-        for label, result in (("untrained", base), ("trained", trained)):
-            if result:
-                self.progress.say(f"{config.name}: {label} held-out accuracy {result}")
-        self.progress.say(f"{config.name}: model, metrics and report.html are in {self.directory}")
-        return RunResult(self.directory, report, base, trained, p_value, time.perf_counter() - started)
-
-    def _evaluate(self, step: int) -> None:
-        if not self.trainer.task.evaluation:
-            return
-        samples, self.evaluations[step] = self.trainer.evaluate(step)
-        self.tracker.log(step, self.evaluations[step].metrics())
-        self.tracker.log_samples(step, self._rows(step, samples, "held out"))
-        self.progress.say(f"{self.config.name}: step {step}: held-out accuracy {self.evaluations[step]}")
-
-    def _tell(self, finding: Finding) -> None:
-        self.tracker.log_diagnosis(finding)
-        self.progress.say(
-            f"{self.config.name}: step {finding.step}: logprobs of sampler and trainer differ by up to "
-            f"{finding.difference:.3g}: {finding.text.splitlines()[0]}"
-        )
-
-    def _save(self, step: int) -> None:
-        notes = {
-            "evaluations": {key: asdict(value) for key, value in self.evaluations.items()},
-            "num_tokens": self.trainer.num_tokens,
-            "kl_coefficient": self.trainer.kl_control.coefficient,
-            "settings": run_settings(self.config, self.trainer.task),
-            "wandb_id": self.tracker.wandb_id,
-        }
-        save_checkpoint(
-            self.directory / CHECKPOINTS,
-            step,
-            self.trainer.policy.model.named_parameters(),
-            self.trainer.optimizers,
-            notes,
-            resolve_model(self.config.model),
-            self.config.checkpoint.keep,
-        )
-
-    def _rows(self, step: int, samples: Sequence[Sample], split: str) -> list[SampleRow]:
-        return [
-            SampleRow(
-                step=step,
-                prompt=_prompt_text(sample),
-                completion=sample.text,
-                reward=sample.reward,
-                advantage=sample.advantage,
-                num_tokens=sample.num_tokens,
-                finish_reason=sample.finish_reason,
-                columns={**sample.example.columns, **sample.logged},
-                split=split,
-            )
-            for sample in samples[: self.config.tracking.samples]
-        ]
-
-
-def _prompt_text(sample: Sample) -> str:
-    prompt: Any = sample.example.prompt
-    if isinstance(prompt, str):
-        return prompt
-    if prompt and isinstance(prompt[0], dict):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    return " ".join(map(str, prompt))
-
-
-def _progress_fields(metrics: dict[str, float]) -> dict[str, str]:
-    difference = metrics.get("sampling/logp_difference/max")  # not there where no token was compared
-    return {
-        "reward": f"{metrics['reward']:.3f}",
-        "length": f"{metrics['completions/mean_length']:.0f}",
-        "entropy": f"{metrics.get('entropy', 0.0):.2f}",
-        "logp-diff": "-" if difference is None else f"{difference:g}",
-        "gen": f"{metrics['timing_s/gen']:.1f}s",
-        "train": f"{metrics['timing_s/train']:.1f}s",
-    }
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)

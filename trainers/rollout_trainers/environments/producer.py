@@ -62,15 +62,19 @@ class EpisodeProducer:
         groups = [place for place in places for _ in range(group_size)]
         return self._run(repeated, params, groups, is_trained_on=True)
 
-    def evaluate(self, examples: Sequence[Example], temperature: float, max_tokens: int) -> list[Sample]:
-        """One episode of each example; the seeds are the same whenever it is called."""
+    def evaluate(
+        self, examples: Sequence[Example], temperature: float, max_tokens: int, first_place: int = 0
+    ) -> list[Sample]:
+        """One episode of each example; the seeds are the same whenever it is called, and follow from the examples'
+        places, counted from `first_place` on."""
+        places = range(first_place, first_place + len(examples))
         params = [
             SamplingParams(
                 temperature=temperature, max_tokens=max_tokens, seed=derive_seed(self.seed, "evaluation", place)
             )
-            for place in range(len(examples))
+            for place in places
         ]
-        return self._run(examples, params, range(len(examples)), is_trained_on=False)
+        return self._run(examples, params, places, is_trained_on=False)
 
     def _run(
         self,

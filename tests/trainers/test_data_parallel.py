@@ -1,0 +1,106 @@
+"""Two processes that train one policy on whole weights each do what one process does.
+
+The ranks run once (`tests/support/data_parallel_ranks.py`); each test looks at what they wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout_trainers.tracking import read_json_lines
+from tests.support.data_parallel_ranks import CASES, train_case
+from tests.support.distributed import run_ranks
+from tests.support.tiny import make_tiny_llama
+
+pytestmark = pytest.mark.slow
+
+# What is not the same: it depends on the clock, on memory, or on what one engine of two has seen.
+_OF_THE_PROCESS = ("timing_s/", "perf/", "memory/", "engine/")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data_parallel")
+    make_tiny_llama(folder / "model", tokenizer=True)
+    run_ranks("tests.support.data_parallel_ranks:main", folder)
+    return folder
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    rows = read_json_lines(output / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(_OF_THE_PROCESS)} for row in rows]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_learn_what_one_process_learns(case: str, folder: Path, tmp_path: Path):  # case TR-03
+    train_case(case, folder / "model", tmp_path, "evaluation.every=1")
+    ours, alone = metrics(folder / case), metrics(tmp_path)
+    assert [row.keys() for row in ours] == [row.keys() for row in alone]
+    for row, expected in zip(ours, alone, strict=True):
+        for name, value in expected.items():
+            assert math.isclose(row[name], value, rel_tol=1e-4, abs_tol=1e-5), (row["step"], name, row[name], value)
+    before, expected = load_file(folder / "model" / "model.safetensors"), weights(tmp_path)
+    for name, tensor in weights(folder / case).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert not torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_and_advantages_are_those_of_one_process(case: str, folder: Path, tmp_path: Path):
+    options = ("steps=1", "tracking.samples=1000")
+    train_case(case, folder / "model", tmp_path, *options)
+    kept = ("prompt", "completion", "reward", "num_tokens")
+    expected = [[row[name] for name in kept] for row in read_json_lines(tmp_path / "samples.jsonl") if row["step"] == 1]
+    ours = [
+        [row[name] for name in kept] for row in read_json_lines(folder / case / "samples.jsonl") if row["step"] == 1
+    ]
+    assert ours == expected[: len(ours)]
+    assert len(ours) > 0
+
+
+def test_both_ranks_return_the_result_of_the_session(folder: Path):
+    for case in CASES:
+        ours, other = (json.loads((folder / case / f"result.rank{rank}.json").read_text()) for rank in (0, 1))
+        assert ours == other
+        assert len(ours["trained"]) == 5  # held-out prompts, of both ranks
+
+
+def test_a_resumed_run_is_that_without_a_break_bit_for_bit(folder: Path):
+    broken, unbroken = weights(folder / "broken"), weights(folder / "unbroken")
+    assert all(torch.equal(broken[name], unbroken[name]) for name in unbroken)
+    assert metrics(folder / "broken") == metrics(folder / "unbroken")
+
+
+def test_the_error_of_a_rank_ends_the_run_on_both_with_its_message(folder: Path):
+    errors = [json.loads((folder / f"failures.rank{rank}.json").read_text()) for rank in (0, 1)]
+    for failing in (0, 1):
+        own, other = errors[failing][f"rank {failing}"], errors[1 - failing][f"rank {failing}"]
+        assert own == "RuntimeError: the judge has left"
+        assert other == f"RankFailedError: rank {failing} failed with {own}"
+    assert json.loads((folder / "broken" / "result.rank0.json").read_text())["error"].startswith("RankFailedError")
+    assert errors[0]["session"].startswith(("NotADirectoryError", "FileExistsError", "OSError"))  # rank 0 alone writes
+    assert errors[1]["session"] == f"RankFailedError: rank 0 failed with {errors[0]['session']}"
+
+
+def test_engines_that_hold_other_weights_end_the_run(folder: Path):
+    for rank in (0, 1):
+        error = json.loads((folder / f"failures.rank{rank}.json").read_text())["policies differ"]
+        assert error.startswith("FingerprintMismatchError: policy 1 is not the same on all ranks: rank 1 holds"), error
+
+
+def test_what_does_not_fit_several_processes_is_refused_by_name(folder: Path):
+    for rank in (0, 1):
+        errors = json.loads((folder / f"failures.rank{rank}.json").read_text())
+        assert "distributed.kind='none' is not valid in 2 processes" in errors["none"]
+        assert "algorithm.prompts_per_step=1 is not valid: it must be at least 2" in errors["too few groups"]

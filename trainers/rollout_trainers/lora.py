@@ -1,0 +1,80 @@
+"""LoRA adapters of PEFT around a policy. `peft` is imported when one is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rollout_trainers.policy_config import LoraSection
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PeftModel:
+    """`model` with an adapter, float32, which alone requires gradients. What it begins with follows from `seed`.
+
+    Raises `ValueError` where PEFT is not installed, or the section names modules that are not there.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("policy.lora needs PEFT: pip install 'rollout-rl[train]'") from error
+    targets = section.target_modules
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT says int, and multiplies by it
+        lora_dropout=section.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=list(section.exclude_modules) or None,
+        layers_to_transform=list(section.layers_to_transform) or None,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
+        use_rslora=section.use_rslora,
+        init_lora_weights=True if section.initialization == "uniform" else "gaussian",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
+    assert not isinstance(adapted, tuple)
+    return adapted  # type: ignore[return-value]  # mixed adapters are another class, which was not asked for
+
+
+def causal_lm_of(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers that `model` is, or that PEFT's adapters are in. Raises `ValueError` for others."""
+    if "peft" in sys.modules:  # no model is PEFT's before somebody has imported it, which takes a while
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a {type(model).__name__} is no policy: it must be a model of transformers, or PEFT's")
+    return model
+
+
+@contextmanager
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
+    """The model as it was before it got its adapter, inside."""
+    from peft import PeftModel
+
+    assert isinstance(model, PeftModel)
+    with model.disable_adapter():
+        yield
+
+
+def save_adapter(model: nn.Module, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a folder that `PeftModel.from_pretrained` loads, with the adapter's whole `tensors` by the model's names
+    for them."""
+    from peft import PeftModel
+
+    assert isinstance(model, PeftModel)
+    state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)

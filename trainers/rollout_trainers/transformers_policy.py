@@ -1,0 +1,152 @@
+"""A policy that is any causal language model of transformers, whole or with PEFT's LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rollout.weights.gather import gathered, reshard
+from rollout.weights.trainer_tensors import policy_tensors
+from rollout_trainers.checkpoint import save_model
+from rollout_trainers.lora import adapter_disabled, causal_lm_of, save_adapter
+from rollout_trainers.packing import PackedBatch
+from rollout_trainers.padding import pad
+from rollout_trainers.policy import PolicyUpdate
+from rollout_trainers.reference_weights import ReferenceWeights
+from rollout_trainers.split_model import SplitModel
+
+ADAPTER = "adapter"  # folder beside the merged weights
+_LOGIT_BYTES = 64 << 20  # float32 logits that are there at a time
+
+
+class TransformersPolicy:
+    """Log-probabilities by the model's own forward pass, over batches that are padded on the right.
+
+    Of `model`, which is one of transformers or a PEFT model around one, the parameters that require a gradient are
+    trained. What the reference of a KL term is: the model with its adapters switched off, or else a copy of the weights
+    as they are now, where `keep_reference` says so. `gradient_checkpointing` is the model's own.
+
+    Dropout that adapters have is active only where gradients are computed; the model should have none itself.
+    """
+
+    is_exact = False
+    is_padded = True
+    is_collective = False
+
+    def __init__(
+        self, model: nn.Module, temperature: float, keep_reference: bool = False, gradient_checkpointing: bool = False
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.causal_lm = causal_lm_of(model)
+        self._split = SplitModel(model, self.causal_lm)
+        self._entry = model
+        self._writes = True
+        if gradient_checkpointing:
+            self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model.eval()
+        self._split.check(self.causal_lm)
+        self._keeps_reference = keep_reference
+        self._reference = None
+        if keep_reference and not self.has_adapter:
+            self._reference = ReferenceWeights(dict(self.named_parameters()))
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.causal_lm is not self.model
+
+    @property
+    def hidden_size(self) -> int:
+        return self.causal_lm.config.get_text_config().hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.causal_lm.config.get_text_config().vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal_lm.device
+
+    def wrap(self, entry: nn.Module, writes: bool) -> None:
+        """From now on forward passes call `entry`, which wraps the model or is the model itself, now that its weights
+        are spread over ranks: the passes of all ranks then wait for one another, and all call `save`, which `writes`
+        on one of them."""
+        if entry is not self.model:  # what makes logits shares the hooks that are there now
+            self._split = SplitModel(entry, self.causal_lm)
+        self._entry = entry
+        self._writes = writes
+        self.is_collective = True
+        if self._reference is not None:
+            self._reference = ReferenceWeights(dict(self.named_parameters()), lambda: reshard(self.model))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Final hidden states [C, hidden], in the model's dtype, of the rows that predict the batch's completion
+        tokens."""
+        learns = torch.is_grad_enabled()
+        if self.model.training != learns:
+            self.model.train(learns)
+        padded = pad(batch)
+        return self._split.hidden(
+            padded.input_ids.to(self.device), padded.attention_mask.to(self.device), padded.rows.to(self.device)
+        )
+
+    def token_logprobs(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` from the rows that `hidden` has given. Where there are many, a part of them has logits at a time,
+        which are computed again for the gradient."""
+        rows = max(1, _LOGIT_BYTES // (4 * self.vocab_size))
+        parts = list(zip(hidden.split(rows), batch.targets.to(hidden.device).split(rows), strict=True))
+        if len(parts) > 1 and torch.is_grad_enabled():
+            found = [checkpoint(self._part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        else:
+            found = [self._part(*part) for part in parts]
+        logprobs, entropies = zip(*found, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _part(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._split.logits(hidden).float() / self.temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropies
+
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies float32 [C] of the batch's completion tokens at the sampling temperature."""
+        return self.token_logprobs(self.hidden(batch), batch)
+
+    @torch.no_grad()
+    def frozen_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        return self.logprobs(batch)[0]
+
+    @torch.no_grad()
+    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        if not self._keeps_reference:
+            raise ValueError("this policy keeps no reference: make it with keep_reference=True")
+        if self._reference is not None:
+            with self._reference.in_place():
+                return [self.logprobs(batch)[0] for batch in batches]
+        with adapter_disabled(self.model):
+            return [self.logprobs(batch)[0] for batch in batches]
+
+    def load_into(self, update: PolicyUpdate) -> None:
+        """Sends all weights, with what adapters add to them."""
+        update.load(self._entry)
+
+    def save(self, folder: Path, source: Path) -> None:
+        """The weights, with what adapters add to them, and the adapter itself in the folder `adapter` below."""
+        tensors = policy_tensors(self._entry)
+        if self._writes:
+            save_model(folder, tensors, source)
+        tensors.close()  # also where others write: it takes part in their gathers
+        if self.has_adapter:
+            with gathered([parameter for _, parameter in self.named_parameters()]) as whole:
+                adapter = {name: whole(parameter) for name, parameter in self.named_parameters()}
+                if self._writes:
+                    save_adapter(self.model, folder / ADAPTER, adapter)
