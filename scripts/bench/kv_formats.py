@@ -55,7 +55,7 @@ def cache_of(model: CausalLM, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def distributions(model: CausalLM, tokens: list[int], dtype: torch.dtype | None) -> torch.Tensor:
+def distributions(model: CausalLM, tokens: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
     """Log-probabilities float64 [T, vocab]."""
     with cache_of(model, dtype):
         batch = ForwardBatch.packed(torch.tensor([0, len(tokens)]))
@@ -69,7 +69,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of the workload (default: 4)")
     args = parser.parse_args()
     model = LLM(args.model, dtype="float32", max_model_len=2048, kv_cache_memory="64MiB").shared_model()
-    prompts = [request["prompt_token_ids"] for request in read_workload(WORKLOAD)["requests"][: args.prompts]]
+    every_prompt = [request["prompt_token_ids"] for request in read_workload(WORKLOAD)["requests"]]
+    prompts = list(dict.fromkeys(map(tuple, every_prompt)))[: args.prompts]  # samples of a group share theirs
     kl: dict[torch.dtype, list[torch.Tensor]] = {dtype: [] for dtype in QUANTISED_MAXIMUM}
     for prompt in prompts:
         exact = distributions(model, prompt, None)
