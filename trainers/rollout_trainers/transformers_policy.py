@@ -95,15 +95,13 @@ class TransformersPolicy:
         if self.model.training != learns:
             self.model.train(learns)
         padded = pad(batch)
-        return self._split.hidden(
-            padded.input_ids.to(self.device), padded.attention_mask.to(self.device), padded.rows.to(self.device)
-        )
+        return self._split.hidden(padded.input_ids, padded.attention_mask, padded.rows)
 
     def token_logprobs(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from the rows that `hidden` has given. Where there are many, a part of them has logits at a time,
         which are computed again for the gradient."""
         rows = max(1, _LOGIT_BYTES // (4 * self.vocab_size))
-        parts = list(zip(hidden.split(rows), batch.targets.to(hidden.device).split(rows), strict=True))
+        parts = list(zip(hidden.split(rows), batch.targets.split(rows), strict=True))
         if len(parts) > 1 and torch.is_grad_enabled():
             found = [checkpoint(self._part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         else:
