@@ -397,18 +397,23 @@ class GRPOTrainer:
 
     def take_memory(self) -> None:
         """Brings what `give_memory_back` has moved away."""
-        if self.config.policy.offload:
-            for optimizer in self.optimizers.values():
-                optimizer.fetch()
+        for optimizer in self._offloaded:
+            optimizer.fetch()
 
     def give_memory_back(self) -> None:
         """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
         optimisers' states go to the host. What the allocator holds unused goes back as well."""
-        if self.config.policy.offload:
-            for optimizer in self.optimizers.values():
-                optimizer.offload()
+        for optimizer in self._offloaded:
+            optimizer.offload()
         if self.config.engine.sleep:
             self.platform.trim()
+
+    @property
+    def _offloaded(self) -> list[MasterAdamW]:
+        """Optimisers whose states are away while the engine samples; a library's own never are."""
+        if not self.config.policy.offload:
+            return []
+        return [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, MasterAdamW)]
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
