@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.alerts_config import AlertsSection
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.distributed_config import DistributedSection
@@ -18,6 +20,7 @@ from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.policy_config import PolicySection
+from rollout_trainers.teacher_config import TeacherSection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -31,9 +34,9 @@ class EngineSection:
 
     `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine. `memory_budget`
     (bytes, or text such as "8GiB") is for sampler and trainer together: the KV pool gets what the trainer's measured
-    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. "int8" as `quantization` or
-    `kv_cache_dtype` samples faster from rounded weights or KV (`docs/quantization.md`): the sampler's logprobs then
-    differ from the trainer's, and importance weights correct for that.
+    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. `quantization` "int8" and
+    `kv_cache_dtype` "int8" or "fp8" sample faster from rounded weights or KV (`docs/quantization.md`): the sampler's
+    logprobs then differ from the trainer's, and importance weights correct for that.
     """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -43,7 +46,7 @@ class EngineSection:
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | str | None = None
     memory_budget: int | str | None = None
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
     quantization: Literal["int8"] | None = None
     enable_prefix_caching: bool = True
     sleep: bool = True
@@ -51,7 +54,7 @@ class EngineSection:
     def __post_init__(self) -> None:
         check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
         check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8", "fp8", "fp8_e4m3"))
         check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
             check_integer("engine", "max_model_len", self.max_model_len, 2)
@@ -276,11 +279,16 @@ class TrackingSection:
     """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
 
     Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
-    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    (`LLM.diagnose`), at most once in `diagnose_every` steps. `entity` to `notes` are W&B's own (None: its defaults).
     """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
     sample_every: int = 5
     samples: int = 16
     diagnose_above: float | None = 1e-3
@@ -288,6 +296,10 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        if not isinstance(self.tags, tuple) or not all(
+            isinstance(tag, str) and 1 <= len(tag) <= 64 for tag in self.tags
+        ):
+            fail("tracking", "tags", self.tags, "a list of texts of 1 to 64 characters, W&B's limit")
         check_integer("tracking", "sample_every", self.sample_every, 1)
         check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:
@@ -317,8 +329,10 @@ class RunConfig:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
@@ -326,6 +340,7 @@ class RunConfig:
     early_stop: EarlyStopSection = field(default_factory=EarlyStopSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):
@@ -335,16 +350,17 @@ class RunConfig:
         check_integer("run", "seed", self.seed, 0)
         if self.seed > MAX_SEED:
             fail("run", "seed", self.seed, f"at most {MAX_SEED}")
-        int8 = "int8" in (self.engine.quantization, self.engine.kv_cache_dtype)
-        if int8 and not self.algorithm.recompute_logprobs:
+        is_rounded = self.engine.quantization is not None or self.engine.kv_cache_dtype != "auto"
+        if is_rounded and not self.algorithm.recompute_logprobs:
             fail(
                 *("algorithm", "recompute_logprobs", False),
-                "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
+                "true with an engine in int8 or fp8: its logprobs differ from the trainer's, which weights correct",
             )
         self._check_policy()
         self._check_distributed()
         self._check_loss()
         self._check_critic()
+        self._check_asynchrony()
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
@@ -384,6 +400,26 @@ class RunConfig:
         if not self.evaluation.is_repeated:
             fail("evaluation", "every", self.evaluation.every, f"above 0 where early_stop.metric is {metric!r}")
 
+    def _check_asynchrony(self) -> None:
+        asynchrony, engine = self.asynchrony, self.engine
+        if not asynchrony.is_active:
+            return
+        if engine.memory_budget is not None:
+            why = "samples stay in the KV pool, which then cannot change"
+            fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")
+        if engine.sleep and asynchrony.samples_ahead:
+            why = "the engine samples while the trainer learns"
+            fail("engine", "sleep", True, f"false with asynchrony.mode {asynchrony.mode!r}: {why}")
+        if engine.sleep and asynchrony.held_cache_mode == "keep":
+            fail("asynchrony", "held_cache", "keep", "'recompute' with engine.sleep, which gives the KV pool back")
+        is_corrected = self.algorithm.recompute_logprobs and self.loss.importance_level != "none"
+        if self.loss.surrogate == "log_probability" and not is_corrected:
+            fail(
+                *("loss", "surrogate", self.loss.surrogate),
+                "'clipped' or 'cispo' with asynchrony, or algorithm.recompute_logprobs true with a loss.correction: "
+                "without a ratio the gradient would be that of older policies",
+            )
+
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):
             value = getattr(self.critic, chosen.name)
@@ -398,7 +434,8 @@ class RunConfig:
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""
         algorithm, loss = self.algorithm, self.loss
-        if loss.uses_groups:
+        self.teacher.check_loss(loss)
+        if loss.uses_groups and self.teacher.uses_rewards:
             check_integer("algorithm", "group_size", algorithm.group_size, 2)
         if algorithm.group_size * algorithm.prompts_per_step < 2:
             fail("algorithm", "prompts_per_step", algorithm.prompts_per_step, "at least 2 with a group_size of 1")
