@@ -335,7 +335,7 @@ class GRPOTrainer:
         batches = in_parts(samples, self.config.algorithm.micro_batch_tokens)
         if self.policy.is_collective:
             batches += [PackedBatch.filler()] * (self.ranks.most(len(batches)) - len(batches))
-        return batches
+        return [batch.to(self.policy.device) for batch in batches]
 
     def update_policy(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """One optimiser step. Samples that cannot move the weights count in the denominators, and cost nothing."""
