@@ -60,13 +60,15 @@ def test_two_ranks_learn_what_one_process_learns(case: str, folder: Path, tmp_pa
 def test_samples_and_advantages_are_those_of_one_process(case: str, folder: Path, tmp_path: Path):
     options = ("steps=1", "tracking.samples=1000")
     train_case(case, folder / "model", tmp_path, *options)
-    kept = ("prompt", "completion", "reward", "num_tokens")
-    expected = [[row[name] for name in kept] for row in read_json_lines(tmp_path / "samples.jsonl") if row["step"] == 1]
-    ours = [
-        [row[name] for name in kept] for row in read_json_lines(folder / case / "samples.jsonl") if row["step"] == 1
-    ]
+    expected, ours = first_samples(tmp_path), first_samples(folder / case)
     assert ours == expected[: len(ours)]
-    assert len(ours) > 0
+    assert len(ours) == 16  # those of the second rank, too
+
+
+def first_samples(output: Path) -> list[list[Any]]:
+    kept = ("prompt", "completion", "reward", "num_tokens")
+    rows = [row for row in read_json_lines(output / "samples.jsonl") if row["step"] == 1 and row["split"] == "train"]
+    return [[row[name] for name in kept] for row in rows]
 
 
 def test_both_ranks_return_the_result_of_the_session(folder: Path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.build_deepspeed_ops import build, environment
 from tests.support.data_parallel_ranks import train
-from tests.support.distributed import run_ranks
+from tests.support.distributed import ROOT, run_ranks
 from tests.support.sharded_ranks import FSDP2, TRANSFORMERS, ZERO
 from tests.support.tiny import make_tiny_llama
 from tests.trainers.test_data_parallel import metrics, weights
@@ -32,8 +32,9 @@ def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("deepspeed")
-    build()
-    return run("zero", tmp_path_factory.mktemp("zero"), environment())
+    script = runpy.run_path(str(ROOT / "scripts" / "build_deepspeed_ops.py"))
+    script["build"]()
+    return run("zero", tmp_path_factory.mktemp("zero"), script["environment"]())
 
 
 def run(function: str, folder: Path, variables: Mapping[str, str] | None = None) -> Path:
