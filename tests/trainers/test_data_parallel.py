@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from safetensors.torch import load_file
 
 from rollout_trainers.tracking import read_json_lines
 from tests.support.data_parallel_ranks import CASES, train_case
-from tests.support.distributed import run_ranks
+from tests.support.distributed import ROOT, run_ranks
 from tests.support.tiny import make_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -106,3 +110,38 @@ def test_what_does_not_fit_several_processes_is_refused_by_name(folder: Path):
         errors = json.loads((folder / f"failures.rank{rank}.json").read_text())
         assert "distributed.kind='none' is not valid in 2 processes" in errors["none"]
         assert "algorithm.prompts_per_step=1 is not valid: it must be at least 2" in errors["too few groups"]
+
+
+def test_torchrun_trains_by_the_recipe_of_the_page(folder: Path, tmp_path: Path):
+    """`rollout train` in two processes that torchrun starts, with what the page about it says."""
+    page = (ROOT / "docs" / "distributed_training.md").read_text(encoding="utf-8")
+    command = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].replace("\\\n", " ").split()
+    assert command[:5] == ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    assert command[5:8] == ["rollout", "train", "recipes/quickstart.yaml"]
+    overrides = [
+        *command[8:],
+        f"model={folder / 'model'}",
+        f"output_dir={tmp_path / 'run'}",
+        "tracking.wandb=disabled",
+        "steps=1",
+        "optimizer.warmup_steps=0",
+        "evaluation.every=0",
+        "task.eval_size=4",
+        "engine.kv_cache_memory=4MiB",
+        "algorithm.group_size=2",
+        "algorithm.prompts_per_step=3",
+    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *command[1:5], sys.executable, "-m", "rollout.cli"]
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "trainers"))
+    result = subprocess.run(
+        [*launcher, "train", command[7], *overrides],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert [row["step"] for row in metrics(tmp_path / "run") if "reward" in row] == [1]
+    assert result.stderr.count("loading") == 1  # one of the two tells
