@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ import torch.distributed as dist
 from rollout.errors import RolloutError
 from rollout.models.causal_lm import CausalLM
 from rollout_trainers.config import RunConfig
+from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.metrics import LearnStatistics, merge_statistics
+from rollout_trainers.packing import PackedBatch
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import RunResult, run
-from rollout_trainers.types import Example
+from rollout_trainers.types import Example, Task
+from tests.support.samples import make_sample
 
 TRAIN = [Example(text, {"answer": text}) for text in ("abc", "hello", "what", "two and two", "q", "the end", "far")]
 HELD_OUT = [Example(text, {"answer": text}) for text in ("xyz", "another", "more", "words", "last")]
@@ -165,5 +170,40 @@ def between_ranks(folder: Path) -> None:
         "own": ranks.gather_all("ab" * ranks.rank)[0][ranks.gather_all("ab" * ranks.rank)[1]],
         "added": [tensor[..., 0].flatten().tolist() + tensor[..., -1].flatten().tolist() for tensor in tensors],
         "shared": shared.tolist(),
+        "losses": {
+            aggregation: loss_and_gradient([[[1, 1, 1, 1]], [[3]], []][ranks.rank], aggregation, 100, ranks)
+            for aggregation in ("token_mean", "sequence_mean", "constant")
+        },
     }
     (folder / f"between.rank{ranks.rank}.json").write_text(json.dumps(found))
+
+
+class LossesAsTokens:
+    """A policy whose loss on a token, at an advantage of 1, is the token's id times its one weight."""
+
+    is_exact = is_padded = is_collective = False
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.model.weight)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.model.named_parameters()
+
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return -batch.targets * self.model.weight[0], torch.zeros(batch.targets.shape)
+
+
+def loss_and_gradient(rows: Sequence[list[int]], aggregation: str, budget: int, ranks: Ranks) -> tuple[float, float]:
+    """Of one optimiser step over samples whose tokens are their losses: this rank's are `rows`."""
+    overrides = (f"loss.aggregation={aggregation}", "loss.surrogate=log_probability", "optimizer.max_grad_norm=100")
+    overrides = (*overrides, f"algorithm.micro_batch_tokens={budget}", "tracking.diagnose_above=null")
+    config = configuration(Path("none"), Path("none"), *overrides)
+    engine = SimpleNamespace(memory_ledger=lambda: None)
+    producer: Any = SimpleNamespace(engine=engine, max_completion_tokens=4)
+    policy: Any = LossesAsTokens()
+    trainer = GRPOTrainer(producer, policy, Task("rows", (), (), ()), config, ranks=ranks)
+    statistics = LearnStatistics()
+    trainer.update_policy(1, [make_sample([9, 9], row, advantage=1.0) for row in rows], statistics)
+    merged = merge_statistics(ranks.gather(statistics))
+    return merged.loss, merged.grad_norm

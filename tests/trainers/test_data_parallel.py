@@ -53,7 +53,8 @@ def test_two_ranks_learn_what_one_process_learns(case: str, folder: Path, tmp_pa
     assert [row.keys() for row in ours] == [row.keys() for row in alone]
     for row, expected in zip(ours, alone, strict=True):
         for name, value in expected.items():
-            assert math.isclose(row[name], value, rel_tol=1e-4, abs_tol=1e-5), (row["step"], name, row[name], value)
+            slack = 0.01 if "clip" in name else 1e-5  # a token at the very edge may be counted, or not
+            assert math.isclose(row[name], value, rel_tol=1e-4, abs_tol=slack), (row["step"], name, row[name], value)
     before, expected = load_file(folder / "model" / "model.safetensors"), weights(tmp_path)
     for name, tensor in weights(folder / case).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
