@@ -44,7 +44,8 @@ class EngineSnapshot:
     stats: SchedulerStats
     counters: EngineCounters
     policy_version: int
-    drafts: list[list[int]] = field(default_factory=list)  # drafted and accepted tokens, by place; none: no speculation
+    # Drafted and accepted tokens, by place; alternatives tried, and those that were right. Empty: no speculation.
+    drafts: list[list[int]] = field(default_factory=list)
     draft_seconds: tuple[float, float] | None = None  # won and lost by steps with drafts, where the clock is watched
 
 
@@ -112,7 +113,10 @@ def _draft_metrics(snapshots: Sequence[EngineSnapshot]) -> dict[str, float]:
         return {}
     metrics: dict[str, float] = {}
     drafts = [snapshot.drafts for snapshot in snapshots]
-    for name, columns in zip(("draft_tokens", "accepted_draft_tokens"), zip(*drafts, strict=True), strict=True):
+    *by_names, alternatives = zip(*drafts, strict=True)
+    tried, right = zip(*alternatives, strict=True)
+    metrics |= {"alternative_tokens_total": sum(tried), "accepted_alternative_tokens_total": sum(right)}
+    for name, columns in zip(("draft_tokens", "accepted_draft_tokens"), by_names, strict=True):
         by_place = [sum(counts) for counts in zip(*columns, strict=True)]
         metrics[f"{name}_total"] = sum(by_place)
         metrics |= {f"{name}_total_at_{place}": count for place, count in enumerate(by_place, start=1)}

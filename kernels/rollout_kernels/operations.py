@@ -265,13 +265,17 @@ def paged_attention(
     return_lse: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    last_places: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of q [T, Hq, D] over the paged cache -> [T, Hq, D] (and log-sum-exp of the scores [T, Hq]).
 
     Sequence s has the queries `query_start[s] : query_start[s + 1]` (int32 [S + 1]), which are its last ones (there may
     be none), and `seq_lens[s]` keys (int32 [S], those of this step included), found through `block_tables` (int32
     [S, max_blocks]). With a `window` the query at position p sees the keys p - window + 1 to p; with a `soft_cap` a
-    score s becomes soft_cap * tanh(s / soft_cap). Not differentiable: see `varlen_attention`.
+    score s becomes soft_cap * tanh(s / soft_cap). With `last_places` (int32 [S]) the last key of sequence s stands in
+    the block table where position `last_places[s]` would, unless that is negative: so several sequences that differ in
+    their last token alone can share a table, each with one query (not on CUDA). Not differentiable: see
+    `varlen_attention`.
     """
     backend = backend_for(q)
     checks.kv_cache(cache, q, q.shape[-1], backend.kv_layout)
@@ -284,8 +288,10 @@ def paged_attention(
     if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs:
         checks.fail_shape("block_tables", block_tables, f"[{num_seqs}, max_blocks]")
     checks.unit_stride("block_tables", block_tables)
+    if last_places is not None:
+        checks.vector("last_places", last_places, num_seqs, torch.int32)
     out, lse = backend.paged_attention(
-        q, cache, block_tables, query_start, seq_lens, block_size, scale, return_lse, window, soft_cap
+        q, cache, block_tables, query_start, seq_lens, block_size, scale, return_lse, window, soft_cap, last_places
     )
     return (out, lse) if return_lse else out
 

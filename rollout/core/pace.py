@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 _WEIGHT = 0.2  # of the last step in an average
-_FIRST_STEPS = 2  # without drafts, before there are any, and again ...
+_FIRST_STEPS = 2  # without drafts, before there are any; and again one ...
 _STEPS_BETWEEN = 32  # ... after so many with them: machines are faster at one time than at another
 _SHARE_TO_LOSE = 0.01  # of the seconds that decoding takes, what may be lost on trying
 _MEMORY = 10.0  # seconds after which a win or a loss counts for a third
@@ -58,8 +58,13 @@ class Pace:
     def least_chance(self, num_sequences: int) -> float:
         """How likely a draft must be right to be worth its row, in a step of so many sequences."""
         steps = self._steps.get(num_sequences)
-        cost = None if steps is None else steps.seconds_a_draft
-        if steps is None or cost is None:
+        if steps is None or not steps.plain:
+            return _UNKNOWN_CHANCE
+        cost = steps.seconds_a_draft
+        if cost is None:  # what it is in the most similar steps
+            known = [(abs(count - num_sequences), other.seconds_a_draft) for count, other in self._steps.items()]
+            cost = min((each for each in known if each[1] is not None), default=(0, None))[1]
+        if cost is None:
             return _UNKNOWN_CHANCE
         return min(1.0, max(_LEAST_CHANCE, cost * num_sequences / steps.plain))
 
@@ -69,7 +74,8 @@ class Pace:
         self._has_asked = False
         steps = self._steps.setdefault(num_sequences, _Steps())
         if steps.num_drafting >= _STEPS_BETWEEN:
-            steps.num_drafting = steps.num_plain = 0
+            steps.num_drafting = 0
+            steps.num_plain = _FIRST_STEPS - 1
         if steps.num_plain < _FIRST_STEPS or not num_drafts:
             return False
         may_lose = _SHARE_TO_LOSE * self._seconds + steps.plain

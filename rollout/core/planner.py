@@ -13,7 +13,7 @@ from rollout.core.draft_planner import DraftPlanner
 from rollout.core.kv_manager import KVManager
 from rollout.core.request_queue import RequestQueue
 from rollout.core.schedule import Draw, ScheduledSequence, SchedulePlan
-from rollout.core.speculation import Speculation
+from rollout.core.speculation import Guess, Speculation
 from rollout.request import Request, RequestStatus
 
 _RUNNING = RequestStatus.RUNNING
@@ -61,6 +61,8 @@ class Step:
     drawers: list[Request] = field(default_factory=list)  # of plan.draws
     num_forks: int = 0
     drafts: dict[str, list[int]] = field(default_factory=dict)  # by request id: guessed tokens behind the known ones
+    # By request id: guesses in the place of drafts, each with the index of the draw behind it.
+    alternatives: dict[str, list[tuple[Guess, int]]] = field(default_factory=dict)
     computing: set[bytes] | None = None  # hashes of the blocks that this step fills; None while nobody asks
 
 
@@ -379,27 +381,63 @@ class Planner:
                 drafts = speculation.drafts(request, most)
             else:
                 drafts = speculation.allowed(request, guesses.get(request.request_id, [])[:most])
-            num_slots = self.kv.extend(request, num_known + len(drafts), reserve) if drafts else num_known
+            alternatives = speculation.alternatives(request, len(drafts), most - len(drafts)) if drafts else []
+            num_wanted = len(drafts) + len(alternatives)
+            num_slots = self.kv.extend(request, num_known + num_wanted, reserve) if drafts else num_known
             drafts = drafts[: num_slots - num_known]
             if not drafts:
                 continue
-            step.budget -= len(drafts)
+            alternatives = alternatives[: num_slots - num_known - len(drafts)]
+            step.budget -= len(drafts) + len(alternatives)
             step.drafts[request.request_id] = drafts
+            if alternatives:
+                step.alternatives[request.request_id] = [(guess, 0) for guess in alternatives]
+            first_row = len(sequence.token_ids) - 1
             block_ids = self.kv.block_ids(request).copy()
             plan.sequences[draw.sequence_index] = msgspec.structs.replace(
                 sequence, token_ids=[*sequence.token_ids, *drafts], block_ids=block_ids
             )
-            plan.draws[-1] = msgspec.structs.replace(draw, row=0)
-            for row in range(1, len(drafts) + 1):
-                plan.draws.append(self._draw(request, draw.sequence_index, num_known + row, row, drafts[:row]))
+            plan.draws[-1] = msgspec.structs.replace(draw, row=first_row)
+            for count in range(1, len(drafts) + 1):
+                draft = self._draw(request, draw.sequence_index, num_known + count, first_row + count, drafts[:count])
+                plan.draws.append(draft)
                 step.drawers.append(request)
+        if step.alternatives:
+            self._add_alternatives(step)
+
+    def _add_alternatives(self, step: Step) -> None:
+        """A sequence of one row for each guess in the place of a draft: it shares the drafts before it, and the block
+        table, in which its KV lies behind all drafts."""
+        plan = step.plan
+        for sequence, request in zip(plan.sequences.copy(), step.requests, strict=True):
+            guesses = step.alternatives.get(request.request_id)
+            if guesses is None:
+                continue
+            drafts, num_known = step.drafts[request.request_id], request.num_tokens
+            for index, (guess, _) in enumerate(guesses):
+                guesses[index] = (guess, len(plan.draws))
+                plan.sequences.append(
+                    msgspec.structs.replace(
+                        sequence,
+                        start=num_known + guess.place,
+                        token_ids=[guess.token_id],
+                        last_place=num_known + len(drafts) + index,
+                    )
+                )
+                path = [*drafts[: guess.place], guess.token_id]
+                plan.draws.append(self._draw(request, len(plan.sequences) - 1, num_known + len(path), -1, path))
+                step.drawers.append(request)
+            plan.num_alternatives += len(guesses)
 
     @staticmethod
     def _may_have_drafts(step: Step, draw: Draw, request: Request, speculation: Speculation) -> bool:
-        """Whether the draw is that of a sequence which decodes, and whose next tokens may be guessed."""
+        """Whether the draw is that of a sequence which decodes, and whose next tokens may be guessed. Where the last
+        step has taken a guess in the place of a draft, the KV of that one is computed before that of the last token."""
         if request is not step.requests[draw.sequence_index] or request.siblings:
             return False
-        return len(step.plan.sequences[draw.sequence_index].token_ids) == 1 and speculation.can_draft(request)
+        most_rows = 2 if speculation.most_alternatives else 1
+        num_rows = len(step.plan.sequences[draw.sequence_index].token_ids)
+        return num_rows <= most_rows and speculation.can_draft(request)
 
     def _plan_forks(self, step: Step, leader: Request) -> None:
         """Siblings draw their first token from the leader's last prompt row: as many as find a seat and a block."""

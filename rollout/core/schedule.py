@@ -54,6 +54,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     target_token_ids: Sequence[int] = ()
     adapter_slot: int = -1  # where its LoRA adapter lies, -1 for none
     num_top_logprobs: int | None = None  # scoring: most likely tokens to return beside each target, -1 for all
+    # Of a guess in the place of a draft, the only token of its sequence: at which place of the block table its KV is
+    # written, behind the drafts. -1: at its own.
+    last_place: int = -1
 
 
 @dataclass(slots=True)
@@ -66,6 +69,28 @@ class SchedulePlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), copy-on-write
     num_scheduled_tokens: int = 0
+    num_alternatives: int = 0  # of the sequences, the last ones: guesses in the place of drafts of the others
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences without the alternatives."""
+        return len(self.sequences) - self.num_alternatives
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every scheduled token is drawn behind, but for one at most of each sequence."""
+        num_missing = self.num_scheduled_tokens - len(self.draws)
+        if num_missing == 0:
+            return True
+        if not 0 < num_missing <= len(self.sequences):
+            return False
+        num_draws = [0] * len(self.sequences)
+        for draw in self.draws:
+            num_draws[draw.sequence_index] += 1
+        return all(
+            0 <= len(sequence.token_ids) - count <= 1 and count > 0
+            for sequence, count in zip(self.sequences, num_draws, strict=True)
+        )
 
     @property
     def is_empty(self) -> bool:

@@ -259,9 +259,9 @@ class Scheduler:
         columns = _Draws(result)
         draws = plan.draws
         if result.likely and self.speculation is not None:
-            for index, (token_ids, shares) in result.likely.items():
-                position, drawer = draws[index].position, step.drawers[index]
-                self.speculation.saw(drawer, position, columns.token_ids[index], token_ids, shares)
+            for index in result.likely:
+                if not draws[index].draft_token_ids:  # behind guesses: once they are verified
+                    self._show_likely(step, result, index)
         num_draws = len(draws)
         first = last = 0  # draws of the sequence
         for index, request in enumerate(step.requests):
@@ -272,7 +272,7 @@ class Scheduler:
                 continue
             sequence = plan.sequences[index]
             if step.drafts and request.request_id in step.drafts:
-                self._take_verified(request, step.drafts[request.request_id], columns, first, outputs)
+                self._take_verified(request, step, result, columns, first, outputs)
                 continue
             request.num_computed_tokens = sequence.start + len(sequence.token_ids)
             if sequence.target_token_ids and not self._take_scores(request, sequence.start, result):
@@ -314,48 +314,76 @@ class Scheduler:
             top.truncate(first)
         return False
 
+    def _show_likely(self, step: Step, result: StepResult, index: int) -> None:
+        """Tells the drafter of who drew a token what else could have come."""
+        assert self.speculation is not None, "drafters learn from likely tokens"
+        token_ids, shares = result.likely[index]
+        position, token_id = step.plan.draws[index].position, int(result.token_ids[index])
+        self.speculation.saw(step.drawers[index], position, token_id, token_ids, shares)
+
     def _take_verified(
         self,
         request: Request,
-        drafts: list[int],
+        step: Step,
+        result: StepResult,
         columns: _Draws,
         first: int,
         outputs: list[tuple[Request, list[int]]],
     ) -> None:
         """Gives a request what it drew, from draw `first` on, up to the first token that is not the draft it has been
-        computed with: each as if it came from a step of its own. The KV of the other drafts is given up.
+        computed with: each as if it came from a step of its own. The KV of the other drafts is given up. Where that
+        token is one that was guessed in the draft's place, what was drawn behind it comes too; its KV, which lies
+        elsewhere, is computed again by the next step.
 
         A draw behind drafts that has failed is made again by the next step, which knows the tokens before it: that one
         says whether the request fails, and why.
         """
+        assert self.speculation is not None, "there are drafts"
+        drafts, alternatives = step.drafts[request.request_id], step.alternatives.get(request.request_id, [])
         new: list[int] = []
         num_accepted = 0
-        was_wrong = False
-        is_text = self.speculation is not None and bool(self.speculation.text(request))
-        for index, draft in enumerate([*drafts, NOT_A_TOKEN], start=first):
-            token_id = columns.token_ids[index]
-            if token_id == NOT_A_TOKEN and new:
-                outputs.append((request, new))
+        was_wrong = is_alternative = False
+        is_text = bool(self.speculation.text(request))
+        request.num_computed_tokens = step.plan.draws[first].position - 1
+        for place, draft in enumerate([*drafts, NOT_A_TOKEN]):
+            token_id = columns.token_ids[first + place]
+            if token_id == NOT_A_TOKEN:
+                if not new:
+                    self._retire_in_error(request, outputs, new, columns.failures.get(first))
                 break
             request.num_computed_tokens += 1
-            if token_id == NOT_A_TOKEN:
-                self._retire_in_error(request, outputs, new, columns.failures.get(index))
-                break
             self.kv.publish(request)
-            _take_arrays(request, columns, index)
-            new.append(token_id)
-            self._take_token(request, token_id)
-            if index in columns.completed:
-                self._retire(request, FinishReason.STOP, columns.completed[index])
+            new.append(self._take_verified_draw(request, step, result, columns, first + place))
             num_accepted += token_id == draft
             was_wrong = draft not in (token_id, NOT_A_TOKEN)
-            if request.is_finished or token_id != draft:
-                outputs.append((request, new))
+            if request.is_finished:
                 break
+            if token_id == draft:
+                continue
+            for guess, behind in alternatives:
+                if (guess.place, guess.token_id) == (place, token_id):
+                    is_alternative = True
+                    if columns.token_ids[behind] != NOT_A_TOKEN:
+                        new.append(self._take_verified_draw(request, step, result, columns, behind))
+            break
+        if new:
+            outputs.append((request, new))
         if not request.is_finished:
             self.kv.trim(request)
-        if self.speculation is not None:
-            self.speculation.verified(request, len(drafts), num_accepted, was_wrong=was_wrong, is_text=is_text)
+        self.speculation.verified(request, len(drafts), num_accepted, was_wrong=was_wrong, is_text=is_text)
+        if alternatives:
+            self.speculation.tried_alternatives(len(alternatives), is_alternative)
+
+    def _take_verified_draw(self, request: Request, step: Step, result: StepResult, columns: _Draws, index: int) -> int:
+        """Gives a request the token of a draw, which is returned, and its values."""
+        _take_arrays(request, columns, index)
+        if index in result.likely and step.plan.draws[index].draft_token_ids:
+            self._show_likely(step, result, index)
+        token_id = columns.token_ids[index]
+        self._take_token(request, token_id)
+        if index in columns.completed:
+            self._retire(request, FinishReason.STOP, columns.completed[index])
+        return token_id
 
     def _take_draws(
         self, drawers: list[Request], columns: _Draws, first: int, outputs: list[tuple[Request, list[int]]]
@@ -584,6 +612,7 @@ class Scheduler:
             assert num_held == num_needed, f"{request.request_id} holds {num_held} blocks and needs {num_needed}"
         else:
             num_drafts = len(self._in_flight.drafts.get(request.request_id, ()))
+            num_drafts += len(self._in_flight.alternatives.get(request.request_id, ()))
             assert num_needed <= num_held <= self.kv.num_blocks_for(num_known + num_drafts)
 
 

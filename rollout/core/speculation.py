@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from rollout.core.pace import Pace
 from rollout.request import Request
@@ -33,13 +33,24 @@ class Drafter(Protocol):
         ...
 
 
+class Guess(NamedTuple):
+    """A guessed token, and the chance that it and the drafts before it, `place` of them, are right."""
+
+    token_id: int
+    chance: float
+    place: int
+
+
 @runtime_checkable
 class DrafterWithChances(Drafter, Protocol):
     """One that can tell how likely its guesses are right."""
 
-    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
-        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, each with the
-        chance that it and all before it are right, which is at least `least_chance`."""
+    def guess(
+        self, token_ids: list[int], most: int, least_chance: float, most_alternatives: int
+    ) -> tuple[list[Guess], list[Guess]]:
+        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, one behind the
+        other; and up to `most_alternatives` that could come in the place of one of them, the likeliest first. No chance
+        is less than `least_chance`."""
         ...
 
     def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
@@ -68,7 +79,8 @@ class _Sample:
     rate: float  # of the drafts that were looked at, the share that was right; exponential average
     guesser: DrafterWithChances | None  # the drafter, where it tells chances
     length: int = 0  # how many it should have in the step that comes
-    guesses: list[tuple[int, float]] = field(default_factory=list)  # that its guesser has made for that step
+    guesses: list[Guess] = field(default_factory=list)  # that its guesser has made for that step
+    alternatives: list[Guess] = field(default_factory=list)  # to these
     num_skipped: int = 0  # steps without drafts since they seemed worth nothing
     text: list[int] = field(default_factory=list)  # tokens that its grammar lets come in that step: its drafts, if any
     text_rate: float = _FIRST_TEXT_RATE  # of these, the share that was right
@@ -86,6 +98,7 @@ class Speculation:
         *,
         watches_cost: bool = False,
         guide: Guide | None = None,
+        most_alternatives: int = 0,
     ) -> None:
         """`make_drafter` gives each request a drafter of its own; None where a drafter with weights guesses for all of
         them together, before the step (`rollout.core.draft_planner`).
@@ -93,12 +106,14 @@ class Speculation:
         At most `most_drafts` a sequence, in steps in which at most `most_sequences` draw. `rate`, the share of right
         drafts that is expected at first, gives way to what is found. With `watches_cost` nothing is drafted in steps of
         as many sequences as have been slower a token for it, as `took` has told; it is tried again now and then.
-        With a `guide` no guess is computed that a grammar forbids, and the text that it prescribes is guessed."""
+        With a `guide` no guess is computed that a grammar forbids, and the text that it prescribes is guessed.
+        A step computes up to `most_alternatives` guesses in the place of a sequence's drafts."""
         self._make_drafter = make_drafter
         self.has_weights = make_drafter is None
         self._guide = guide
         self.most_drafts = most_drafts
         self.most_sequences = most_sequences
+        self.most_alternatives = most_alternatives
         self._pace = Pace() if watches_cost else None
         self._least_chance = _LEAST_CHANCE
         self._num_refused = 0  # steps in a row in which guesses were asked for and not wanted
@@ -106,6 +121,7 @@ class Speculation:
         self._rate = rate  # that new requests begin with: the average over all
         self.num_drafted = [0] * most_drafts  # by place among a step's drafts, since start
         self.num_accepted = [0] * most_drafts
+        self.alternatives_tried_and_right = [0, 0]
 
     @staticmethod
     def can_draft(request: Request) -> bool:
@@ -126,7 +142,7 @@ class Speculation:
         for request in candidates:
             sample = self._sample(request)
             num_right += self._foresee(request, sample)
-            num_drafts += sample.length
+            num_drafts += sample.length + len(sample.alternatives)
         allowed = num_drafts > 0 if self._pace is None else self._pace.allows(num_sequences, num_drafts, num_right)
         self._num_refused = 0 if allowed else self._num_refused + 1
         return allowed
@@ -155,8 +171,13 @@ class Speculation:
         if not sample.length or sample.drafter is None:
             return []
         if sample.guesser is not None:
-            return self.allowed(request, [token_id for token_id, _ in sample.guesses[:most]])
+            return self.allowed(request, [guess.token_id for guess in sample.guesses[:most]])
         return self.allowed(request, sample.drafter.propose(request.token_ids, min(most, sample.length)))
+
+    def alternatives(self, request: Request, num_drafts: int, most: int) -> list[Guess]:
+        """At most `most` guesses in the place of one of a request's drafts, of which there are `num_drafts`, or of the
+        one behind them."""
+        return [guess for guess in self._sample(request).alternatives if guess.place <= num_drafts][:most]
 
     def length(self, request: Request) -> int:
         """How many guesses of a request's next tokens a drafter with weights should make in a step that `is_worth_it`.
@@ -188,7 +209,7 @@ class Speculation:
     def _foresee(self, request: Request, sample: _Sample) -> float:
         """Settles how many drafts it should have in the step that comes, and what they are if that is known: the text
         that it has to go on with, or what its drafter is sure enough of. Returns how many are expected to be right."""
-        sample.text, sample.guesses = [], []
+        sample.text, sample.guesses, sample.alternatives = [], [], []
         rate = sample.rate
         if self._guide is not None and request.params.structured_outputs is not None:
             length = self._length(sample.text_rate)
@@ -196,9 +217,12 @@ class Speculation:
         if sample.text:
             rate, sample.length = sample.text_rate, len(sample.text)
         elif sample.guesser is not None:
-            sample.guesses = sample.guesser.guess(request.token_ids, self.most_drafts, self._least_chance)
+            most_alternatives = self.most_alternatives if request.sample_state is None else 0
+            sample.guesses, sample.alternatives = sample.guesser.guess(
+                request.token_ids, self.most_drafts, self._least_chance, most_alternatives
+            )
             sample.length = len(sample.guesses)
-            return sum(chance for _, chance in sample.guesses)
+            return sum(guess.chance for guess in (*sample.guesses, *sample.alternatives))
         else:
             sample.length = self._next_length(sample)
         return sum(rate**place for place in range(1, sample.length + 1))
@@ -237,6 +261,11 @@ class Speculation:
                 sample.text_rate += _WEIGHT * (is_right - sample.text_rate)
             else:
                 sample.rate += _WEIGHT * (is_right - sample.rate)
+
+    def tried_alternatives(self, num: int, was_right: bool) -> None:
+        """A step has computed so many guesses in the place of a request's drafts; one of them was right, or none."""
+        self.alternatives_tried_and_right[0] += num
+        self.alternatives_tried_and_right[1] += was_right
 
     def saw(self, request: Request, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
         """Tells a request's drafter what else could have come."""

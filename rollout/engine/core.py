@@ -103,7 +103,11 @@ class EngineCore:
                 preemption_mode=config.preemption_mode,
                 num_draft_blocks=self._worker.num_draft_blocks,
             ),
-            make_speculation(config.speculative_config, GrammarGuide(lambda: self._worker.grammars)),
+            make_speculation(
+                config.speculative_config,
+                GrammarGuide(lambda: self._worker.grammars),
+                can_have_alternatives=self._worker.can_have_alternatives,
+            ),
         )
         memory = self._worker.adapters
         self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
@@ -286,9 +290,9 @@ class EngineCore:
         seconds = time.perf_counter() - started
         self.counters.stepped(plan, stepped, seconds, self.scheduler.stats())
         speculation = self.scheduler.speculation
-        if speculation is not None and plan.num_scheduled_tokens == len(plan.draws):
+        if speculation is not None and plan.is_decode:
             num_tokens = sum(len(token_ids) for _, token_ids in stepped)
-            speculation.took(len(plan.sequences), plan.num_scheduled_tokens, num_tokens, seconds)
+            speculation.took(plan.num_decoding, len(plan.draws), num_tokens, seconds)
         return updates + stepped
 
     def finish(self, request: Request, stop: str, num_output_tokens: int) -> None:
@@ -341,9 +345,11 @@ class EngineCore:
     def snapshots(self) -> list[EngineSnapshot]:
         """What the engine counts now; one entry, where an engine of replicas has one for each."""
         speculation = self.scheduler.speculation
-        drafts = [] if speculation is None else [speculation.num_drafted, speculation.num_accepted]
-        won_and_lost = None if speculation is None else speculation.seconds_won_and_lost
-        return [EngineSnapshot(self.scheduler.stats(), self.counters, self._policy_version, drafts, won_and_lost)]
+        stats, version = self.scheduler.stats(), self._policy_version
+        if speculation is None:
+            return [EngineSnapshot(stats, self.counters, version)]
+        drafts = [speculation.num_drafted, speculation.num_accepted, speculation.alternatives_tried_and_right]
+        return [EngineSnapshot(stats, self.counters, version, drafts, speculation.seconds_won_and_lost)]
 
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]

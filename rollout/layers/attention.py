@@ -35,7 +35,8 @@ class Attention(nn.Module):
         if only is not None:
             q, query_start = q[only.rows], only.query_start
         out = rollout_kernels.paged_attention(
-            q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale
+            *(q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale),
+            last_places=paged.last_places,
         )
         assert isinstance(out, torch.Tensor)  # a pair only where the log-sum-exp is asked for
         return out

@@ -30,14 +30,16 @@ def likely_tokens(
 
     Draw i is from row `rows[i]` of `logits` (float32 [R, vocab]) and has given `token_ids[i]`, with these logprobs at
     temperature 1 and as it was drawn. The latter tells the constant between the two. None of draws at temperature 0,
-    nor of those whose logits were changed.
+    nor of those whose logits were changed, nor of those behind guesses that were wrong.
     """
     unsure = (token_ids >= 0) & (raw_logprobs < _SURE) & np.isfinite(sampled_logprobs)
-    is_noted_at = 1 if len(draws) <= _FEW else 3
+    kept = _kept(draws, token_ids)
+    is_noted_at = 1 if len(kept) <= _FEW else 3
     noted = [
         index
-        for index in np.nonzero(unsure)[0].tolist()
-        if (draws[index].position + draws[index].sample_index) % is_noted_at == 0
+        for index in kept
+        if unsure[index]
+        and (draws[index].position + draws[index].sample_index) % is_noted_at == 0
         and draws[index].state is None
         and not draws[index].params.is_greedy
     ]
@@ -53,3 +55,17 @@ def likely_tokens(
     return {
         index: (some, shares) for index, some, shares in zip(noted, ids.tolist(), probabilities.tolist(), strict=True)
     }
+
+
+def _kept(draws: Sequence[Draw], token_ids: np.ndarray) -> list[int]:
+    """The draws before which no guess was wrong, by their indices."""
+    if not any(draw.draft_token_ids for draw in draws):
+        return list(range(len(draws)))
+    kept: list[int] = []
+    drawn: dict[str, list[int]] = {}  # of each request, in this step, up to the first wrong guess
+    for index, (draw, token_id) in enumerate(zip(draws, token_ids.tolist(), strict=True)):
+        path = drawn.setdefault(draw.request_id, [])
+        if not draw.draft_token_ids or list(draw.draft_token_ids) == path:
+            kept.append(index)
+            path.append(token_id)
+    return kept

@@ -17,6 +17,7 @@ _USED_BY: dict[str, tuple[DraftMethod, ...]] = {
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_cached_tokens": ("suffix",),
+    "num_alternatives": ("suffix",),
     "model": WITH_WEIGHTS,
     "draft_kv_cache_memory": ("draft_model", "eagle"),
 }
@@ -32,6 +33,8 @@ class SpeculativeConfig:
     "suffix": what the sample's noise makes of all that followed there, and in the other samples of the same prompt,
     running or finished, of this call and of earlier ones, and after the same tokens in any sample;
     `suffix_decoding_max_cached_tokens` (ours) is how many tokens of finished ones are remembered.
+    `num_alternatives` (ours) is how many guesses a sequence may have in the place of its drafts: where a draft is
+    wrong, one of these may be right. There are none on CUDA, nor with other verification than "coupled".
     "draft_model": what a smaller model with the same vocabulary draws. "medusa", "eagle": what heads on the model's own
     hidden states do. `model` is the folder of their weights. `draft_kv_cache_memory` (ours; bytes, or text such as
     "512MiB") is for the keys and values of a draft model or of EAGLE's layer; without it the sequences of a full batch
@@ -54,6 +57,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     suffix_decoding_max_cached_tokens: int = 2**18
+    num_alternatives: int = 6
     model: str | None = None
     draft_kv_cache_memory: int | str | None = None
     max_batch_for_speculation: int = 8
@@ -78,6 +82,7 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={self.prompt_lookup_min}"
             )
         _check_integer("suffix_decoding_max_cached_tokens", self.suffix_decoding_max_cached_tokens, 0, None)
+        _check_integer("num_alternatives", self.num_alternatives, 0, MOST_DRAFTS)
         _check_integer("max_batch_for_speculation", self.max_batch_for_speculation, 1, None)
         if not isinstance(self.only_if_faster, bool):
             raise ValueError(f"only_if_faster={self.only_if_faster!r} is not valid: it must be True or False")

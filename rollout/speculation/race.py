@@ -8,6 +8,7 @@ right more often than the most likely one: both races are run with the same nois
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -37,37 +38,52 @@ class Noise:
 
 
 class Winner(NamedTuple):
-    """Who won a race."""
+    """Who was among the first of a race."""
 
     token_id: int
     share: float  # of the probability, as it was guessed
     time: float  # of arrival; 1 at temperature 0
-    lead: float  # log of how many times as long the second took
+    lead: (
+        float  # log of how many times as long the second took; of all but the first: the first, so that it is negative
+    )
 
 
-def first_to_arrive(likely: Iterable[tuple[int, float]], mass: float, noise: Noise, position: int) -> Winner:
-    """The winner among tokens with their probabilities, of `mass` together. At least one must be given.
+def first_to_arrive(
+    likely: Iterable[tuple[int, float]], mass: float, noise: Noise, position: int, count: int = 1
+) -> list[Winner]:
+    """The first `count`, or fewer, among tokens with their probabilities, of `mass` together. There must be one.
 
     The likely ones are looked at first, and no more once the others hardly have a chance.
     """
     order = sorted(likely, key=_probability, reverse=True)
     if noise.is_greedy:
-        (token_id, share), *others = order[:2]
-        return Winner(token_id, share, 1.0, math.log(share / others[0][1]) if others else math.inf)
+        first = order[: count + 1]
+        places = [(1.0 / share, share, token_id) for token_id, share in first]
+        return _winners(places, count, is_timeless=True)
     key = noise.at(position)
-    best, second = math.inf, math.inf
-    winner = order[0]
-    for entry in order[:_MOST_LOOKED_AT]:
-        if mass * best < _ENOUGH:
+    arrived: list[tuple[float, float, int]] = []  # the first ones so far: time, share, token
+    last = math.inf  # when the last of those that are asked for has arrived
+    for token_id, share in order[:_MOST_LOOKED_AT]:
+        if mass * last < _ENOUGH:
             break
-        token_id, share = entry
         mass -= share
         time = exponential(token_id, key) / share
-        if time < best:
-            best, second, winner = time, best, entry
-        elif time < second:
-            second = time
-    return Winner(*winner, best, math.log(second / best) if second < math.inf else math.inf)
+        if len(arrived) <= count or time < arrived[-1][0]:
+            insort(arrived, (time, share, token_id))
+            del arrived[count + 1 :]
+            if len(arrived) >= count:
+                last = arrived[count - 1][0]
+    return _winners(arrived, count)
+
+
+def _winners(arrived: list[tuple[float, float, int]], count: int, is_timeless: bool = False) -> list[Winner]:
+    """Of (time, share, token) in the order of their times; one more than `count` tells how far ahead the first was."""
+    first = arrived[0][0]
+    lead = math.log(arrived[1][0] / first) if len(arrived) > 1 else math.inf
+    return [
+        Winner(token_id, share, 1.0 if is_timeless else time, math.log(first / time) if place else lead)
+        for place, (time, share, token_id) in enumerate(arrived[:count])
+    ]
 
 
 def _probability(entry: tuple[int, float]) -> float:

@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from rollout.core.speculation import Guess
 from rollout.request import Request
 from rollout.speculation.chances import Chances
 from rollout.speculation.followers import Followers
@@ -22,6 +23,7 @@ _LEVELS = (2, 3, 4, 5, 6, 8, 12, 16, 24)  # numbers of tokens in common that are
 _LEVEL_OF = tuple(sum(level <= length for level in _LEVELS) - 1 for length in range(_LONGEST + 1))
 _MOST_PLACES = 16  # looked at, the latest
 _MOST_SAMPLES = 128  # finished ones that a prompt remembers
+_MOST_INSTEAD = 4  # alternatives to a guess
 _MOST_SALTS = 4  # of which is remembered what follows what in all prompts
 _MOST_CONTEXTS = 2**14  # of which is remembered what follows them, for each salt
 _SPREAD = 2**32  # a place is the number of its sample, times this, plus its position; a pair of tokens likewise
@@ -133,7 +135,7 @@ class Corpora:
         self._uses_noise = uses_noise
         self._corpora: OrderedDict[tuple[str | None, bytes], Corpus] = OrderedDict()
         self._followers: OrderedDict[str | None, Followers] = OrderedDict()
-        self._chances = {is_greedy: Chances() for is_greedy in (False, True)}
+        self._chances = {is_greedy: (Chances(), Chances()) for is_greedy in (False, True)}
         self.num_tokens = 0  # of all of them, prompts included
 
     def drafter(self, request: Request) -> SuffixDrafter:
@@ -184,50 +186,64 @@ class SuffixDrafter:
         corpora: Corpora,
         corpus: Corpus,
         followers: Followers,
-        chances: Chances,
+        chances: tuple[Chances, Chances],
         noise: Noise,
         prompt_token_ids: list[int],
     ) -> None:
         self._corpora = corpora
         self._corpus = corpus
         self._followers = followers
-        self._chances = chances
+        self._chances, self._chances_of_others = chances
         self._noise = noise
         beginning = prompt_token_ids[-_LONGEST:]
         self._number = corpus.open(beginning)
         self._num_seen = len(prompt_token_ids)
         self._offset = len(beginning) - self._num_seen  # of a token's place in the corpus from its position
         self._likely: dict[int, tuple[int, list[int], list[float]]] = {}  # position -> token drawn, and what could be
-        self._guesses: list[tuple[int, int]] = []  # the last ones, offered or not: token, bin of its chance
+        # The last guesses, offered or not, by place, and what could come instead: token, bin of its chance.
+        self._guesses: list[tuple[int, int, list[tuple[int, int]]]] = []
         corpora.num_tokens += len(beginning)
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         """Up to `most` guesses of what follows `token_ids`, however unlikely."""
-        return [token_id for token_id, _ in self.guess(token_ids, most, 0.0)]
+        return [guess.token_id for guess in self.guess(token_ids, most, 0.0)[0]]
 
-    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
-        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, each with the
-        chance that it and all before it are right, which is at least `least_chance`."""
+    def guess(
+        self, token_ids: list[int], most: int, least_chance: float, most_alternatives: int = 0
+    ) -> tuple[list[Guess], list[Guess]]:
+        """Up to `most` guesses of what follows `token_ids`, which has only grown since the last call, one behind the
+        other; and up to `most_alternatives` in the place of one of them, the likeliest first. Each has the chance that
+        it and all before it are right, which is at least `least_chance`."""
         self._catch_up(token_ids)
         end = token_ids[-_LONGEST:]
-        drafts: list[tuple[int, float]] = []
+        drafts: list[Guess] = []
+        alternatives: list[Guess] = []
         self._guesses = []
-        chance = 1.0
+        before = 1.0  # chance that the drafts so far are right
         while len(drafts) < most and len(end) >= _CONTEXT:
             likely, rest = self._corpus.likely(end)
             self._followers.add_to(likely, rest, end[-2], end[-1])
             if not likely:
                 break
-            mass = sum(likely.values())
-            winner = first_to_arrive(likely.items(), mass, self._noise, len(token_ids) + len(drafts))
+            place, mass = len(drafts), sum(likely.values())
+            # What does not come first is right once in five times at most.
+            count = 1 + min(most_alternatives, _MOST_INSTEAD) if before > 5 * least_chance else 1
+            winner, *others = first_to_arrive(likely.items(), mass, self._noise, len(token_ids) + place, count)
             kind = self._chances.bin_of(winner, mass)
-            self._guesses.append((winner.token_id, kind))
-            chance *= self._chances.of(kind)
+            kinds = [(other.token_id, self._chances_of_others.bin_of(other, mass)) for other in others]
+            self._guesses.append((winner.token_id, kind, kinds))
+            chance = before * self._chances.of(kind)
             if chance < least_chance:
                 break
-            drafts.append((winner.token_id, chance))
+            drafts.append(Guess(winner.token_id, chance, place))
+            for token_id, other_kind in kinds:
+                other_chance = before * self._chances_of_others.of(other_kind)
+                if other_chance >= least_chance:
+                    alternatives.append(Guess(token_id, other_chance, place))
+            before = chance
             end.append(winner.token_id)
-        return drafts
+        alternatives.sort(key=_chance, reverse=True)
+        return drafts, alternatives[:most_alternatives]
 
     def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
         """`token_id` was drawn at `position` from a distribution of which these are the most likely tokens, and their
@@ -248,8 +264,10 @@ class SuffixDrafter:
         new = token_ids[self._num_seen :]
         if not new:
             return
-        for token_id, (guess, kind) in zip(new, self._guesses, strict=False):
+        for token_id, (guess, kind, others) in zip(new, self._guesses, strict=False):
             self._chances.saw(kind, guess == token_id)
+            for other, other_kind in others:
+                self._chances_of_others.saw(other_kind, other == token_id)
             if guess != token_id:
                 break
         self._guesses = []
@@ -266,3 +284,7 @@ class SuffixDrafter:
             self._corpus.likely_at[place] = (array("i", likely), array("f", shares))
         self._likely.clear()
         self._num_seen = len(token_ids)
+
+
+def _chance(guess: Guess) -> float:
+    return guess.chance

@@ -20,6 +20,8 @@ class PagedContext:
     seq_lens: torch.Tensor  # int32 [S], keys of each sequence including this step's
     slot_mapping: torch.Tensor  # int64 [T], where each token's KV is written
     block_size: int
+    # int32 [S]: where the last key of a sequence stands in its block table, -1 for its own place. None: all there
+    last_places: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class DecodePrograms:
         self._positions = np.zeros(max_rows, np.int64)
         self._slot_mapping = np.zeros(max_rows, np.int64)
         self._seq_lens = np.zeros(max_rows, np.int32)
+        self._last_places = np.full(max_rows, -1, np.int32)
+        self._has_other_places = False  # what these say now
         self._query_start = np.arange(max_rows + 1, dtype=np.int32)
         self._has_one_row_each = True  # what the starts of the queries say now
         self._adapter_ids = np.full(max_rows, -1, np.int32)
@@ -139,7 +141,7 @@ class DecodePrograms:
         positions[:] = [sequence.start for sequence in sequences]
         np.add(positions, 1, out=self._seq_lens[:count], casting="unsafe")
         self._fill_tables(sequences)
-        self._fill_slots(self._rows[:count], positions)
+        self._fill_slots(self._rows[:count], self._places(sequences, positions, self._rows[:count]))
 
     def _fill_several(self, sequences: Sequence[ScheduledSequence], lengths: Sequence[int], count: int) -> None:
         """The same for a step of `count` rows, of which sequence i has `lengths[i]`."""
@@ -157,7 +159,7 @@ class DecodePrograms:
         self._seq_lens[:num_seqs] = starts + lengths
         self._seq_lens[num_seqs:count] = 0
         self._fill_tables(sequences)
-        self._fill_slots(owner, positions)
+        self._fill_slots(owner, self._places(sequences, positions, owner))
 
     def _fill_tables(self, sequences: Sequence[ScheduledSequence]) -> None:
         for row, sequence in enumerate(sequences):
@@ -166,10 +168,24 @@ class DecodePrograms:
                 self._table_rows[row] = block_ids
                 self._block_tables[row, : len(block_ids)] = block_ids
 
-    def _fill_slots(self, owner: np.ndarray, positions: np.ndarray) -> None:
-        """Where the KV of each row goes. `owner`: its sequence's row of the tables; both are int64 [R]."""
-        blocks = self._block_tables[owner, positions // self._block_size].astype(np.int64)
-        np.add(blocks * self._slots_per_block, positions % self._block_size, out=self._slot_mapping[: len(owner)])
+    def _places(self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        """Where the KV of each row goes, as a place in its sequence's table: mostly its position. int64 [R]."""
+        last_places = [sequence.last_place for sequence in sequences]
+        if max(last_places) < 0:
+            if self._has_other_places:
+                self._last_places[:] = -1
+                self._has_other_places = False
+            return positions
+        self._has_other_places = True
+        self._last_places[: len(sequences)] = last_places
+        self._last_places[len(sequences) :] = -1
+        of_rows = self._last_places[owner]
+        return np.where(of_rows >= 0, of_rows, positions)
+
+    def _fill_slots(self, owner: np.ndarray, places: np.ndarray) -> None:
+        """The slots of the rows. `owner`: its sequence's row of the tables; both are int64 [R]."""
+        blocks = self._block_tables[owner, places // self._block_size].astype(np.int64)
+        np.add(blocks * self._slots_per_block, places % self._block_size, out=self._slot_mapping[: len(owner)])
 
     def _step(self, count: int, has_adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
         paged = PagedContext(
@@ -178,6 +194,7 @@ class DecodePrograms:
             seq_lens=torch.from_numpy(self._seq_lens[:count]),
             slot_mapping=torch.from_numpy(self._slot_mapping[:count]),
             block_size=self._block_size,
+            last_places=torch.from_numpy(self._last_places[:count]),
         )
         adapter_ids = torch.from_numpy(self._adapter_ids[:count]) if has_adapters else None
         query_start = torch.from_numpy(self._query_start[: count + 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -146,8 +146,11 @@ class Runner:
         positions = np.arange(num_tokens) - query_start[:-1].astype(np.int64)[owner] + starts[owner]
         block_tables = _block_tables(sequences)
         slots_per_block = self.tiles_per_block * 16
-        blocks = block_tables[owner, positions // self.block_size].astype(np.int64)
-        slot_mapping = blocks * slots_per_block + positions % self.block_size
+        last_places = np.fromiter((sequence.last_place for sequence in sequences), np.int32, len(sequences))
+        has_other_places = bool((last_places >= 0).any())
+        places = np.where(last_places[owner] >= 0, last_places[owner], positions) if has_other_places else positions
+        blocks = block_tables[owner, places // self.block_size].astype(np.int64)
+        slot_mapping = blocks * slots_per_block + places % self.block_size
 
         seq_lens = (starts + counts).astype(np.int32)
         last_counts = np.zeros(0, np.int64) if wanted is None else wanted
@@ -156,11 +159,17 @@ class Runner:
         last_rows += np.repeat(counts.cumsum()[: len(last_counts)] - last_counts.cumsum(), last_counts)
         adapter_slots = [sequence.adapter_slot for sequence in sequences]
         adapters = [np.repeat(np.array(adapter_slots, np.int32), counts)] if max(adapter_slots) >= 0 else []
-        ids, places, slots, tables, keys, first, last, last_first, *adapter_ids = self.inputs.send(
-            [input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, last_rows, last_start, *adapters]
+        others = [last_places] if has_other_places else []
+        ids, places, slots, tables, keys, first, last, last_first, *more = self.inputs.send(
+            [
+                *(input_ids, positions, slot_mapping, block_tables, seq_lens, query_start, last_rows, last_start),
+                *(*adapters, *others),
+            ]
         )
-        paged = PagedContext(self.kv_caches, tables, keys, slots, self.block_size)
-        of_rows = adapter_ids[0] if adapter_ids else None
+        paged = PagedContext(
+            self.kv_caches, tables, keys, slots, self.block_size, last_places=more[-1] if has_other_places else None
+        )
+        of_rows = more[0] if adapters else None
         features = self.features
         if wanted is None or (features is not None and features.covers_all_tokens):
             hidden = self.model(ids, places, ForwardBatch(query_start=first, paged=paged, adapter_ids=of_rows))
@@ -262,8 +271,8 @@ def _block_tables(sequences: list[ScheduledSequence]) -> np.ndarray:
 
 def _rows_of_decode(plan: SchedulePlan) -> list[int] | None:
     """The row of each draw among all scheduled tokens, where the plan is one decode step: a few tokens a sequence, and
-    a draw from every one. Otherwise None."""
-    if len(plan.draws) != plan.num_scheduled_tokens or any(sequence.target_token_ids for sequence in plan.sequences):
+    a draw from every one, but for one of each at most. Otherwise None."""
+    if not plan.is_decode or any(sequence.target_token_ids for sequence in plan.sequences):
         return None
     if plan.num_scheduled_tokens == len(plan.sequences):
         return [draw.sequence_index for draw in plan.draws]
@@ -274,7 +283,7 @@ def _rows_of_decode(plan: SchedulePlan) -> list[int] | None:
     for draw in plan.draws:
         length = len(plan.sequences[draw.sequence_index].token_ids)
         rows.append(ends[draw.sequence_index] - (length if draw.row >= 0 else 1) + max(draw.row, 0))
-    return rows if rows == list(range(len(rows))) else None
+    return rows if all(row < after for row, after in pairwise(rows)) else None
 
 
 def _rows_from_end(plan: SchedulePlan, counts: np.ndarray) -> list[int]:

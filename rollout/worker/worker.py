@@ -186,6 +186,11 @@ class Worker:
         return Grammars(self.tokenizer, self.model.shape.vocab_size, torch.get_num_threads())
 
     @property
+    def can_have_alternatives(self) -> bool:
+        """Whether a step can compute guesses in the place of drafts: attention must find keys in other places."""
+        return not self._runs_triton
+
+    @property
     def _on_gpu(self) -> bool:
         return self.device.type != "cpu"
 

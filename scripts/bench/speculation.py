@@ -11,8 +11,9 @@ only these steps are timed. `group`: four samples of a chat question in flight, 
 Every round samples with new seeds, first without and then with speculation, or the other way round; the numbers are of
 the median round. One JSON line a workload and configuration: tokens of a round, tokens a second with and without and
 the ratio, with the smallest and the largest; of steps with drafts: how many a sequence, how often the first was right
-(a), the tokens that a sequence got, beside what the formula (1 - a^(k+1)) / (1 - a) makes of it; and how many samples
-differ (none may). `--config` measures any other method too, such as a draft model from a folder.
+(a), the tokens that a sequence got, beside what the formula (1 - a^(k+1)) / (1 - a) makes of the drafts; guesses in the
+place of drafts, and the tokens that they brought; and how many samples differ (none may). `--config` measures any
+other method too, such as a draft model from a folder.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def _compare(
     ratios = [_speed(fast) / _speed(slow) for slow, fast in rounds]
     counters = {key: sum(fast.counters[key] for _, fast in rounds) for key in rounds[0][1].counters}
     drafted, accepted = counters["draft_tokens_total"], counters["accepted_draft_tokens_total"]
+    right_instead = counters["accepted_alternative_tokens_total"]
     num_drafting = max(1.0, counters["draft_tokens_total_at_1"])
     share = counters["accepted_draft_tokens_total_at_1"] / num_drafting
     length = drafted / num_drafting
@@ -106,7 +108,9 @@ def _compare(
         "ratios": [round(min(ratios), 3), round(max(ratios), 3)],
         "drafts_a_step": round(length, 2),
         "right_at_first": round(share, 3),
-        "tokens_a_step": round(1 + accepted / num_drafting, 2),
+        "tokens_a_step": round(1 + (accepted + right_instead) / num_drafting, 2),
+        "alternatives_a_step": round(counters["alternative_tokens_total"] / num_drafting, 2),
+        "tokens_from_them": round(right_instead / num_drafting, 2),
         "formula": round((1 - share ** (length + 1)) / max(1e-9, 1 - share), 2),
         "differ": sum(
             a.token_ids != b.token_ids or not np.array_equal(a.raw_logprobs, b.raw_logprobs)

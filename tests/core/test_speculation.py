@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.core.scheduler import Scheduler, SchedulerConfig
-from rollout.core.speculation import Drafter, Speculation
+from rollout.core.speculation import Drafter, Guess, Speculation
 from rollout.request import FinishReason, Request
 from rollout.sampling_options import RepetitionDetectionParams
 from rollout.sampling_params import SamplingParams
@@ -50,6 +50,32 @@ class Oracle:
 
     def close(self, token_ids: list[int]) -> None:
         self.closed_with = list(token_ids)
+
+
+class Branching(Oracle):
+    """Guesses in the place of its drafts, too: the right token, with the probability that a draft has, and others."""
+
+    def guess(
+        self, token_ids: list[int], most: int, least_chance: float, most_alternatives: int
+    ) -> tuple[list[Guess], list[Guess]]:
+        drafts = [Guess(token_id, 0.9, place) for place, token_id in enumerate(self.propose(token_ids, most))]
+        alternatives: list[Guess] = []
+        for place, draft in enumerate(drafts):
+            prefix = (*token_ids, *(guess.token_id for guess in drafts[:place]))
+            right = next_token(prefix, self.request.seed, self.request.sample_index, self.vocab)
+            others = {right, self.random.randrange(self.vocab)} if self.random.random() < self.rightness else set()
+            alternatives += [Guess(other, 0.5, place) for other in sorted({*others, self.vocab + 1} - {draft.token_id})]
+        self.random.shuffle(alternatives)
+        return drafts, alternatives[:most_alternatives]
+
+    def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
+        raise AssertionError("the fake runner notes nothing")
+
+
+def branch(rightness: float, most_drafts: int = 4, most_alternatives: int = 4, vocab: int = VOCAB) -> Speculation:
+    return Speculation(
+        lambda request: Branching(request, rightness, vocab), most_drafts, 8, 1.0, most_alternatives=most_alternatives
+    )
 
 
 def speculate(
@@ -97,6 +123,56 @@ def test_tokens_do_not_depend_on_drafts(
     assert all(map(int.__le__, speculation.num_accepted, speculation.num_drafted))
     if rightness == 0.0:
         assert sum(speculation.num_accepted) == 0
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    configs(),
+    st.lists(wishes(), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.4, 0.7, 1.0]),
+    st.integers(1, 6),
+    st.integers(1, 8),
+)
+def test_tokens_do_not_depend_on_guesses_in_the_place_of_drafts(
+    config: SchedulerConfig, wanted: list[Wish], rightness: float, most_drafts: int, most_alternatives: int
+):
+    speculation = branch(rightness, most_drafts, most_alternatives)
+    runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
+    requests: list[Request] = []
+    for number, wish in enumerate(wanted):
+        family = wish.family(str(number), arrival=number)
+        runner.add(family[0])
+        requests += family
+    runner.run(max_steps=5000)
+    for request in requests:
+        check_tokens(request)
+    assert is_idle(runner.scheduler)
+    tried, right = speculation.alternatives_tried_and_right
+    assert right <= tried and (rightness or not right)
+
+
+def test_a_guess_in_the_place_of_a_wrong_draft_brings_the_token_behind_it():
+    """Drafts are never right, guesses in their places always: two tokens a step, and one row more in the next."""
+    request = make_request("a", [1, 2, 3], max_tokens=41)
+    drafter = Branching(request, 1.0, 50)
+    drafter.propose = lambda token_ids, most: [50] * most
+    speculation = Speculation(lambda request: drafter, 1, 8, 1.0, most_alternatives=3)
+    runner, num_steps = run(request, speculation, vocab=50)
+    assert request.output_token_ids == expected_output(request, 50, 64)
+    assert 21 <= num_steps <= 23  # the prompt's, and one for two tokens, until there is no room for all guesses
+    assert speculation.alternatives_tried_and_right[1] >= 18
+    assert runner.num_forward_tokens <= 3 + 20 * (2 + 1 + 3)
+
+
+class InterruptedAlternatives(Interruptions):
+    """The same requests and what comes between, with guesses in the place of drafts."""
+
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config, branch(0.6))
+
+
+TestInterruptedAlternatives = InterruptedAlternatives.TestCase
+TestInterruptedAlternatives.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 class InterruptedDrafts(Interruptions):
@@ -384,7 +460,7 @@ def test_drafts_stay_where_steps_with_them_are_faster_a_token():
     # All of 4 drafts are right: 5 tokens for the time of 2.
     speculation = watching(1.0)
     rows = rows_of_steps(speculation, lambda count: 1.0 if count == 1 else 2.0, 80)
-    assert rows[:2] == [1] * 2 and rows[2:35] == [5] * 33 and rows[35:37] == [1] * 2  # plain ones now and then
+    assert rows[:2] == [1] * 2 and rows[2:35] == [5] * 33 and rows[35:37] == [1, 5]  # a plain one now and then
     assert speculation.seconds_won_and_lost is not None
     won, lost = speculation.seconds_won_and_lost
     assert (won, lost) == (pytest.approx(3.0 * (rows.count(5) - 1)), 0.0)  # the first of a kind does not count
@@ -405,10 +481,13 @@ class Knowing(Oracle):
 
     asked = 0
 
-    def guess(self, token_ids: list[int], most: int, least_chance: float) -> list[tuple[int, float]]:
+    def guess(
+        self, token_ids: list[int], most: int, least_chance: float, most_alternatives: int
+    ) -> tuple[list[Guess], list[Guess]]:
         self.asked += 1
-        guesses = ((token, self.rightness ** (place + 1)) for place, token in enumerate(self.propose(token_ids, most)))
-        return [(token_id, chance) for token_id, chance in guesses if chance >= least_chance]
+        proposed = enumerate(self.propose(token_ids, most))
+        guesses = [Guess(token_id, self.rightness ** (place + 1), place) for place, token_id in proposed]
+        return [guess for guess in guesses if guess.chance >= least_chance], []
 
     def saw(self, position: int, token_id: int, likely: list[int], shares: list[float]) -> None:
         raise AssertionError("the fake runner notes nothing")

@@ -156,6 +156,7 @@ def seen(folder: Path, plain: LLM) -> tuple[LLM, Callable[..., SamplingParams], 
     llm = make(folder, SUFFIX)
     output = llm.generate(PROMPT, params())[0]
     assert_same([output], plain.generate(PROMPT, params()))
+    assert_same([output], llm.generate(PROMPT, params()))  # right guesses: from now on every step asks for some
     return llm, params, output.outputs[0].token_ids
 
 

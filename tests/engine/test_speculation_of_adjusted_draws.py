@@ -142,7 +142,7 @@ def guesses() -> Guesses:
 def patched(guesses: Guesses) -> Iterator[None]:
     """Engines made meanwhile that speculate guess as `guesses` says."""
 
-    def make(config: SpeculativeConfig | None, guide: Guide) -> Speculation | None:
+    def make(config: SpeculativeConfig | None, guide: Guide, *, can_have_alternatives: bool) -> Speculation | None:
         if config is None:
             return None
         known = guide if guesses.are_guided else None

@@ -308,6 +308,53 @@ def test_a_quantised_cache_gives_the_same_bits_in_chunks_and_decodes(dtype: torc
         assert_same_bits(torch.cat([sequences.attend([(0, a, b)])[0] for a, b in ((0, 77), (77, 150))]), whole)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("block_size", [16, 8, 24])
+def test_a_last_key_that_stands_elsewhere_changes_no_bit(
+    backend: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, block_size: int
+) -> None:
+    """Guesses that exclude each other share a block table: each has the bits of a sequence of its own."""
+    if backend == "reference" and kv_dtype is not None:
+        pytest.skip("the same lines of code")
+    lengths = [130] if backend == "cpu" else [40]
+    num_keys, heads = lengths[0], (9, 3, 64)
+    sequences = Sequences(lengths, heads, dtype, block_size, kv_dtype)
+    ends = (num_keys - 30, 64, 33, 17, num_keys - 9) if backend == "cpu" else (33, 17)
+    places = [num_keys - 1 - i for i in range(len(ends))]
+    slots_per_block = -(-block_size // 16) * 16
+    k, v = (randn(1, heads[1], heads[2], dtype=dtype, seed=seed) for seed in (5, 6))
+
+    def slots(positions: list[int]) -> torch.Tensor:
+        position = torch.tensor(positions)
+        return sequences.tables[0, position // block_size].long() * slots_per_block + position % block_size
+
+    def attend(lens: list[int], last_places: list[int] | None) -> torch.Tensor:
+        q = torch.cat([sequences.q[0][n - 1 : n] for n in lens])
+        count = len(lens)
+        out = rk.paged_attention(
+            *(rows_apart(q), sequences.cache, sequences.tables[:1].expand(count, -1).contiguous()),
+            *(torch.arange(count + 1).int(), torch.tensor(lens).int(), block_size, sequences.scale),
+            last_places=None if last_places is None else torch.tensor(last_places).int(),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with rk.use_backend(backend):
+        plain = attend([ends[0], ends[1]], None)
+        for place in places:
+            rk.write_kv(k, v, sequences.cache, slots([place]))
+        for threads in (1, 2):
+            with num_threads(threads):
+                mixed = attend([*ends, ends[0], ends[1]], [*places, -1, -1])
+                assert_same_bits(mixed[len(ends) :], plain)
+        for i, end in enumerate(ends):
+            rk.write_kv(k, v, sequences.cache, slots([end - 1]))  # where it would stand if it came
+            assert_same_bits(mixed[i : i + 1], attend([end], None))
+            rk.write_kv(sequences.k[0][end - 1 : end], sequences.v[0][end - 1 : end], sequences.cache, slots([end - 1]))
+
+
 def test_float8_caches_are_for_the_reference() -> None:
     lengths, heads = [33], (4, 2, 24)
     with rk.use_backend("reference"):

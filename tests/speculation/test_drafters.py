@@ -107,9 +107,9 @@ def test_a_guess_that_is_hardly_ever_right_is_not_made() -> None:
     for other in range(6):
         suffix([1, 2], corpora).close([1, 2, 30 + other, 8, 9, 50, 51, 60 + other])
     drafter = suffix([1, 2], corpora)
-    guesses = drafter.guess([1, 2, 90, 8, 9], 4, 0.3)
-    assert [token_id for token_id, _ in guesses] == [50, 51]
-    chances = [chance for _, chance in guesses]
+    guesses, _ = drafter.guess([1, 2, 90, 8, 9], 4, 0.3)
+    assert [guess.token_id for guess in guesses] == [50, 51]
+    chances = [guess.chance for guess in guesses]
     assert 1.0 > chances[0] > chances[1] >= 0.3
     assert drafter.propose([1, 2, 90, 8, 9], 4)[:2] == [50, 51] and len(drafter.propose([1, 2, 90, 8, 9], 4)) == 3
 

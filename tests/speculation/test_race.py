@@ -49,7 +49,7 @@ def test_who_knows_the_probabilities_knows_the_token() -> None:
     for position in range(trials):
         probabilities = generator.dirichlet(np.full(14, 0.4)) + 1e-4
         probabilities /= probabilities.sum()
-        winner = first_to_arrive(enumerate(probabilities.tolist()), 1.0, noise, position)
+        (winner,) = first_to_arrive(enumerate(probabilities.tolist()), 1.0, noise, position)
         num_right += winner.token_id == drawn(probabilities, 77, 3, position)
     assert num_right >= 0.96 * trials  # the others are not looked at, being unlikely to win
 
@@ -61,7 +61,7 @@ def test_the_likely_are_right_as_often_as_two_races_with_one_noise_can_be() -> N
     bound = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(12))
     noise, trials = Noise(5, 2, False), 3000
     right = sum(
-        first_to_arrive(enumerate(q.tolist()), 1.0, noise, position).token_id == drawn(p, 5, 2, position)
+        first_to_arrive(enumerate(q.tolist()), 1.0, noise, position)[0].token_id == drawn(p, 5, 2, position)
         for position in range(trials)
     )
     assert abs(right / trials - bound) < 0.03 + 4 * math.sqrt(bound / trials)
@@ -70,9 +70,9 @@ def test_the_likely_are_right_as_often_as_two_races_with_one_noise_can_be() -> N
 
 def test_without_temperature_the_most_likely_wins() -> None:
     greedy = Noise(1, 2, True)
-    winner = first_to_arrive([(4, 0.2), (7, 0.6), (9, 0.1)], 0.9, greedy, 3)
+    (winner,) = first_to_arrive([(4, 0.2), (7, 0.6), (9, 0.1)], 0.9, greedy, 3)
     assert winner == pytest.approx(Winner(7, 0.6, 1.0, math.log(3.0)))
-    assert first_to_arrive([(4, 0.2)], 0.2, greedy, 3) == Winner(4, 0.2, 1.0, math.inf)
+    assert first_to_arrive([(4, 0.2)], 0.2, greedy, 3) == [Winner(4, 0.2, 1.0, math.inf)]
 
 
 def test_chances_become_what_is_seen() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from rollout_trainers.types import Sample
 
 
 def plain_logprobs(
-    model: PreTrainedModel, samples: Sequence[Sample], temperature: float
+    model: nn.Module, samples: Sequence[Sample], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies [C] of the samples' own tokens, differentiable, without padding and without a cache."""
     logprobs, entropies = [], []

@@ -172,7 +172,10 @@ class FakeRunner:
         assert plan.num_scheduled_tokens == sum(counts) <= config.max_num_batched_tokens
         assert all(count > 0 for count in counts)
         assert self.scheduler.num_running <= config.max_num_seqs
-        ids = [sequence.request_id for sequence in plan.sequences]
+        ids = [sequence.request_id for sequence in plan.sequences[: plan.num_decoding]]
+        assert all(
+            (sequence.last_place >= 0) == (place >= plan.num_decoding) for place, sequence in enumerate(plan.sequences)
+        )
         assert len(set(ids)) == len(ids), "a request is scheduled twice"
         assert [draw.sequence_index for draw in plan.draws] == sorted(draw.sequence_index for draw in plan.draws)
 
@@ -184,7 +187,12 @@ class FakeRunner:
         for sequence in plan.sequences:
             end = sequence.start + len(sequence.token_ids)
             assert len(sequence.block_ids) * size >= end, "the block table is too short"
-            slots = [sequence.block_ids[p // size] * size + p % size for p in range(end)]
+            places = [*range(end)]
+            if sequence.last_place >= 0:  # a guess in the place of a draft: behind all drafts
+                assert len(sequence.token_ids) == 1 and sequence.last_place >= end
+                assert len(sequence.block_ids) * size > sequence.last_place, "the block table is too short"
+                places[-1] = sequence.last_place
+            slots = [sequence.block_ids[place // size] * size + place % size for place in places]
             before = self.device[slots[sequence.start - 1]] if sequence.start else None
             prefix = before.prefix if before is not None else ()
             versions = frozenset({self.scheduler.policy_version})

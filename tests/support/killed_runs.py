@@ -100,8 +100,7 @@ def forked(action: Callable[[], None], log: Path, seconds: float | None = None) 
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    lines = log.read_text().strip().splitlines() if log.exists() else []
-    return ended, lines[-1] if status and lines else ""
+    return ended, log.read_text().strip().splitlines()[-1] if status and not ended else ""
 
 
 def main(model: Path, folder: Path, seed: int) -> None:
@@ -134,9 +133,9 @@ def main(model: Path, folder: Path, seed: int) -> None:
     report["events"] = total
     report["kills"] += [["event", *forked(lambda: killed_at(draw.randrange(1, total // 3)), log)] for _ in range(2)]
     report["kills"].append(["half a file", *forked(lambda: limited(50_000, True), log)])
-    for _ in range(4):
+    for _ in range(3):
         report["kills"].append(["event", *forked(lambda: killed_at(draw.randrange(1, total // 2)), log)])
-        report["kills"].append(["moment", *forked(lambda: train(model, broken), log, draw.uniform(0.05, 0.6))])
+        report["kills"].append(["moment", *forked(lambda: train(model, broken), log, draw.uniform(0.1, 1.0))])
     report["full disk"] = forked(lambda: limited(50_000, False), log)
     report["last"] = forked(lambda: train(model, broken), log)
     print(json.dumps(report))

@@ -16,11 +16,13 @@ class LiveBytes(TorchDispatchMode):
     """`peak` is the most that new storages held at one time; `known` tensors and views of theirs are not new.
 
     It sees every operation on plain tensors, those inside libraries and collectives too, and follows each storage by a
-    weak reference until it is freed.
+    weak reference until it is freed. `settle` seconds are waited at each new peak, for threads that let go of memory a
+    moment after they have told so, as gloo's do; where there are none, 0 is as right and much faster.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], settle: float = 0.05) -> None:
         super().__init__()
+        self._settle = settle
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
@@ -38,6 +40,6 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in self._known:
                     self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         if self.live > self.peak:
-            time.sleep(0.05)  # a thread of gloo's lets go of what it has gathered a moment after it has told so
+            time.sleep(self._settle)
             self.peak = max(self.peak, self.live)
         return result

@@ -149,3 +149,21 @@ def test_mistakes_in_a_data_set_task_are_named(tmp_path: Path, parameters: dict[
     with pytest.raises(ValueError, match=r"task\.|row") as raised:
         dataset_task(**given)
     assert message in str(raised.value)
+
+
+def test_further_evaluation_sets_come_from_other_files_and_are_not_trained_on(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "train.jsonl", ROWS[:30])
+    hard = write_json_lines(tmp_path / "hard.jsonl", ROWS[25:])
+    task = dataset_task(str(source), 10, 5, evaluation_sets={"hard": {"source": str(hard)}})
+    (name, examples), *others = task.further_evaluations.items()
+    assert (name, len(examples), others) == ("hard", 5, [])
+    prompts = {str(example.prompt) for example in examples}
+    assert prompts <= {str([{"role": "user", "content": f"{i} + {i}?"}]) for i in range(25, 40)}
+    assert prompts.isdisjoint(str(example.prompt) for example in [*task.train])
+    for sets, message in (
+        ({"hard": {}}, "evaluation_sets.hard={} is not valid: it must have a source"),
+        ([1], r"evaluation_sets=\[1\] is not valid"),
+        ({"hard": {"source": str(hard), "splt": "a"}}, "did you mean 'split'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataset_task(str(source), 10, 5, evaluation_sets=sets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -156,3 +158,45 @@ def test_schedules_warm_up_and_fall_to_the_final_fraction(schedule: str, expecte
     rates = [learning_rate(step, 6, config) for step in range(6)]
     assert rates == pytest.approx(expected, abs=1e-6)
     assert learning_rate(6, 6, config) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_hold_memory_only_until_the_step_is_made(dtype: torch.dtype):
+    named = {name: torch.nn.Parameter(torch.ones(64, 64, dtype=dtype)) for name in ("one", "other")}
+    optimizer = MasterAdamW(named.items(), CONFIG)
+    memory = optimizer.gradient_memory
+    assert memory is not None
+    for _ in range(2):
+        assert memory.resident_bytes() == 0
+        for parameter in named.values():
+            for _ in range(2):
+                (3 * parameter.float()).sum().backward()
+        assert memory.resident_bytes() == 2 * 64 * 64 * 4
+        assert all((master.grad == 6).all() for master in optimizer.masters.values())  # type: ignore[union-attr]
+        optimizer.step(1e-2)
+        assert all(master.grad is None for master in optimizer.masters.values())
+
+
+def test_states_that_were_away_come_back_bit_for_bit_and_training_goes_on():
+    def trained(goes_away: bool) -> dict[str, Any]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4).to(torch.bfloat16))
+        own = torch.nn.Parameter(torch.linspace(1, 2, 5))  # float32: its own master
+        optimizer = MasterAdamW([("weight", weight), ("own", own)], CONFIG)
+        for _ in range(3):
+            if goes_away:
+                before = optimizer.masters["weight"].data_ptr()
+                optimizer.offload()
+                assert optimizer.masters["weight"].data_ptr() != before  # memory of its own
+                assert optimizer.masters["own"] is own
+                optimizer.fetch()
+            (weight.float().square().sum() + own.pow(3).sum()).backward()
+            optimizer.step(1e-2)
+        return optimizer.state_dict() | {"weight": weight.detach(), "own": own.detach()}
+
+    away, there = trained(True), trained(False)
+    assert torch.equal(away["weight"], there["weight"])
+    assert torch.equal(away["own"], there["own"])
+    for name in ("weight", "own"):
+        assert torch.equal(away["masters"][name], there["masters"][name])
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(away["moments"][name][key], there["moments"][name][key])

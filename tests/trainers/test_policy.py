@@ -12,6 +12,7 @@ from rollout_trainers.packing import PackedBatch, pack, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.producer import RolloutProducer
 from rollout_trainers.types import Example, Sample
+from tests.support.live_bytes import LiveBytes
 from tests.support.tiny import make_tiny_llama
 
 EXAMPLES = [Example("abc"), Example("hello world, hello"), Example("q"), Example("what is 2 + 2?")]
@@ -154,3 +155,33 @@ def test_the_reference_is_the_initial_policy_and_the_own_weights_come_back(engin
 def test_without_a_kept_reference_asking_for_it_is_an_error(engine: LLM):
     with pytest.raises(ValueError, match="keeps no reference"):
         shared_policy(engine, 1.0).reference_logprobs([])
+
+
+def test_gradient_checkpointing_changes_no_bit_and_keeps_less(engine: LLM):
+    samples = rollouts(engine, 0.7)
+    batch = pack(samples, range(len(samples)))
+    model = engine.shared_model()
+    found = []
+    for checkpointing in (False, True):
+        policy = SharedPolicy(model, 0.7, gradient_checkpointing=checkpointing)
+        with LiveBytes(model.parameters(), settle=0.0) as memory:
+            logprobs, entropy = policy.logprobs(batch)
+            kept = memory.live
+        ((logprobs * batch.advantages).sum() + 0.1 * entropy.sum()).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = None
+        found.append((logprobs.detach(), gradients, kept))
+    (plain_logprobs, plain, plain_kept), (logprobs, gradients, kept) = found
+    assert torch.equal(logprobs, plain_logprobs)
+    assert torch.equal(logprobs, batch.sampler_logprobs)
+    for name, gradient in plain.items():
+        assert gradient is not None
+        assert torch.equal(gradients[name], gradient), name
+    assert kept < plain_kept / 2
+
+
+def test_a_model_that_does_not_run_its_layers_so_is_refused(engine: LLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(engine.shared_model()), "supports_recompute", False)
+    with pytest.raises(ValueError, match=r"policy.gradient_checkpointing.*supports_recompute"):
+        SharedPolicy(engine.shared_model(), 1.0, gradient_checkpointing=True)

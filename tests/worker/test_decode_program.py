@@ -209,7 +209,7 @@ def test_steps_with_several_rows_a_sequence_give_the_bits_of_one_row_each(
     assert programs.problem is None and programs.recorded_sizes == [1, 5, 17, 20, 33]
 
 
-def test_steps_that_do_not_draw_from_every_row_or_have_many_are_left_to_the_model(tmp_path: Path) -> None:
+def test_steps_with_more_undrawn_rows_or_many_rows_are_left_to_the_model(tmp_path: Path) -> None:
     llm = LLM(make_tiny_llama(tmp_path), kv_cache_memory="4MiB", block_size=16, max_num_seqs=2)
     runner = runner_of(llm)
     expected = eager_one_by_one(runner, 16)
@@ -218,13 +218,18 @@ def test_steps_that_do_not_draw_from_every_row_or_have_many_are_left_to_the_mode
     for plan in (
         step_of([30], [4], 16, rows=[-1]),  # the end of a prompt
         step_of([30], [3], 16, rows=[-1, -1, -1]),  # that of three samples
-        step_of([30, 2], [3, 3], 16, rows=[1, 2]),
+        step_of([30, 2], [4, 4], 16, rows=[1, 2]),
         step_of([30], [MOST_DECODE_ROWS + 1], 16),
         step_of([30, 9, 4], [MOST_DECODE_ROWS, MOST_DECODE_ROWS, 1], 16),  # more than the buffers hold
     ):
         found = drawn(runner.execute(plan), plan)
         assert found and found == {key: expected[key] for key in found}
     assert programs.problem is None and programs.recorded_sizes == []
+    plan = step_of([30, 2], [3, 3], 16, rows=[1, 2])  # a row of each whose token is known: its KV was elsewhere
+    for _ in range(2):
+        found = drawn(runner.execute(plan), plan)
+        assert found and found == {key: expected[key] for key in found}
+    assert programs.problem is None and programs.recorded_sizes == [6]
 
 
 def test_forced_tokens_in_small_chunks_are_computed_by_recorded_steps(tmp_path: Path) -> None:

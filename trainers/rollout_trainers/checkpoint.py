@@ -147,6 +147,11 @@ def checkpoint_step(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one of a checkpoint."""
+    return (folder / _STATE_FILE).is_file()
+
+
 def read_state(folder: Path) -> Restored:
     """What a checkpoint says besides the weights, without loading them.
 
@@ -154,7 +159,7 @@ def read_state(folder: Path) -> Restored:
     for another version's checkpoint.
     """
     path = folder / _STATE_FILE
-    if not path.is_file():
+    if not is_checkpoint(folder):
         raise ValueError(f"{folder} is no checkpoint: there is no {_STATE_FILE} in it")
     state = json.loads(path.read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:

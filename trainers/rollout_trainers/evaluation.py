@@ -36,9 +36,15 @@ class Evaluation:
 
 def check_evaluation_metric(section: str, field: str, name: object) -> None:
     """Raises `ValueError` where no evaluation has a metric of this name."""
-    if not isinstance(name, str) or not name.startswith(EVALUATION_PREFIX) or name.split("/")[-1] not in _METRICS:
+    parts = name.split("/") if isinstance(name, str) else []
+    if len(parts) not in (2, 3) or f"{parts[0]}/" != EVALUATION_PREFIX or parts[-1] not in _METRICS:
         known = ", ".join(f"{EVALUATION_PREFIX}{each}" for each in _METRICS)
         fail(section, field, name, f"an evaluation's metric: {known}, or of a further held-out set eval/<its name>/…")
+
+
+def evaluated_set(metric: str) -> str:
+    """The held-out set that an evaluation's metric is of: "" or its name."""
+    return metric.removeprefix(EVALUATION_PREFIX).rpartition("/")[0]
 
 
 def wilson_interval(successes: int, num: int, z: float = 1.959963984540054) -> tuple[float, float]:

@@ -38,7 +38,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> Peft
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
         use_rslora=section.use_rslora,
-        init_lora_weights=True if section.initialization == "zero" else "gaussian",
+        init_lora_weights=True if section.initialization == "uniform" else "gaussian",
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():

@@ -8,11 +8,12 @@ once. So updates smaller than a bfloat16 step are not lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from rollout.worker.slab import Slab, slab_bytes
 from rollout_trainers.config import OptimizerSection
 
 
@@ -28,6 +29,9 @@ def learning_rate(step: int, num_steps: int, config: OptimizerSection) -> float:
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
+
+
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 def decay_groups(parameters: Iterable[torch.Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -77,9 +81,12 @@ class MasterAdamW:
         if not self.parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.masters = {name: _master_of(parameter) for name, parameter in self.parameters.items()}
+        self.gradient_memory, buffers = _gradient_memory(self.masters)
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
-                parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))
+                parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name], buffers.get(name)))
+            elif name in buffers:
+                parameter.register_post_accumulate_grad_hook(_keep_in(buffers[name]))
         self._adamw = torch.optim.AdamW(
             decay_groups(self.masters.values(), config.weight_decay),
             lr=config.learning_rate,
@@ -93,16 +100,35 @@ class MasterAdamW:
         loss.backward()
 
     def zero_grad(self) -> None:
-        """Forgets the gradients summed so far; the buffers stay allocated."""
+        """Forgets the gradients summed so far, and gives their memory back."""
         for master in self.masters.values():
-            if master.grad is not None:
-                master.grad.zero_()
+            master.grad = None
+        if self.gradient_memory is not None:
+            self.gradient_memory.release()
+
+    def offload(self) -> None:
+        """Moves masters and moments to the host's memory, until `fetch`; what is a parameter itself stays."""
+        self._move(_host_copy)
+
+    def fetch(self) -> None:
+        """Brings masters and moments back to where the parameters are, before the next `backward()`."""
+        self._move(lambda tensor, device: tensor.to(device))
+
+    @torch.no_grad()
+    def _move(self, moved: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+        for name, master in self.masters.items():
+            parameter = self.parameters[name]
+            if master is not parameter:
+                master.data = moved(master.data, parameter.device)
+            state = self._adamw.state.get(master, {})
+            for key in _MOMENTS & state.keys():
+                state[key] = moved(state[key], parameter.device)
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
         """One update at learning rate `rate`. Returns the gradient's global norm before it was clipped.
 
-        The gradients are zeroed. Raises `FloatingPointError`, with the weights unchanged, if the norm is not finite.
+        The gradients are forgotten. Raises `FloatingPointError`, with the weights unchanged, if the norm is not finite.
         """
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         if not gradients:
@@ -150,9 +176,16 @@ class MasterAdamW:
             master.copy_(saved)
         self._adamw.state.clear()
         for name, moments in state["moments"].items():
-            self._adamw.state[self.masters[name]] = {key: value.clone() for key, value in moments.items()}
+            device = self.parameters[name].device
+            self._adamw.state[self.masters[name]] = {key: value.to(device, copy=True) for key, value in moments.items()}
         self.write_parameters()
         self.zero_grad()
+
+
+def _host_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """In memory that the `device` of the parameters can copy from by itself, where it is not the host's own."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
+    return host.copy_(tensor)
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -161,16 +194,37 @@ def _master_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
 
 
-def _accumulate_into(master: torch.Tensor):
+def _gradient_memory(masters: Mapping[str, torch.Tensor]) -> tuple[Slab | None, dict[str, torch.Tensor]]:
+    """On a CPU: memory that gradients of the masters have there, and that costs next to nothing to give back and take
+    again, and a buffer for each. None elsewhere, where torch's allocator keeps what it has, and for shards."""
+    if any(type(master.detach()) is not torch.Tensor or not master.is_cpu for master in masters.values()):
+        return None, {}
+    slab = Slab("gradients", max(1, slab_bytes((master.shape, torch.float32) for master in masters.values())))
+    return slab, {name: slab.carve(master.shape, torch.float32) for name, master in masters.items()}
+
+
+def _accumulate_into(master: torch.Tensor, buffer: torch.Tensor | None) -> Callable[[torch.Tensor], None]:
     """A hook that moves a parameter's gradient into its master's float32 one, as soon as a backward pass made it."""
 
     def hook(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if master.grad is None:
-            master.grad = gradient.to(torch.float32)
-        else:
+        if master.grad is not None:
             master.grad.add_(gradient)
+        else:
+            master.grad = gradient.to(torch.float32) if buffer is None else buffer.copy_(gradient)
         parameter.grad = None
+
+    return hook
+
+
+def _keep_in(buffer: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that has a float32 parameter's gradient lie in `buffer`."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is not buffer:
+            parameter.grad = buffer.copy_(gradient)
 
     return hook

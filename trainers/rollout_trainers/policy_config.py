@@ -10,7 +10,7 @@ from rollout_trainers.checks import check_choice, check_flag, check_integer, che
 
 PolicyKind = Literal["shared", "transformers"]
 PolicyDtype = Literal["auto", "bfloat16", "float32"]
-LoraInitialization = Literal["zero", "gaussian"]
+LoraInitialization = Literal["uniform", "gaussian"]
 
 ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer but the head
 
@@ -23,9 +23,8 @@ class LoraSection:
     What an adapter adds is scaled by alpha / rank, or by alpha / sqrt(rank) with `use_rslora` (Kalajdzievski 2023).
     `target_modules` are the ends of module names, or "all-linear"; `exclude_modules` leaves some of them out, and
     `layers_to_transform` all but some layers. `rank_pattern` and `alpha_pattern` give modules other numbers. An adapter
-    begins as no change at all: B is zero, and A drawn uniformly, or from a normal distribution ("gaussian"), by the
-    run's seed. `dropout` is applied to what the adapters read while the policy learns, and not where its logprobs are
-    compared.
+    begins as no change at all: B is zero, and A is drawn by the run's seed, "uniform" or "gaussian" (`initialization`).
+    `dropout` is applied to what the adapters read while the policy learns, and not where logprobs are only compared.
     """
 
     rank: int = 0
@@ -37,7 +36,7 @@ class LoraSection:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
-    initialization: LoraInitialization = "zero"
+    initialization: LoraInitialization = "uniform"
 
     def __post_init__(self) -> None:
         check_integer("policy.lora", "rank", self.rank, 0)

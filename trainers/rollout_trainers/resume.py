@@ -25,6 +25,7 @@ _FREE = {
     "checkpoint",
     "tracking",
     "distributed",
+    "alerts",
     "early_stop",
     "evaluation.every",
     "evaluation.at_start",
@@ -52,6 +53,7 @@ def run_settings(config: RunConfig, task: Task) -> dict[str, Any]:
     settings["task's rewards"] = reward_names(task.rewards)
     settings["task's training examples"] = len(task.train)
     settings["task's evaluation examples"] = len(task.evaluation)
+    settings["task's further evaluation examples"] = {k: len(each) for k, each in task.further_evaluations.items()}
     return json.loads(json.dumps(settings, default=str))
 
 

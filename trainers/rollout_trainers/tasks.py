@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,8 @@ def _last_answer(text: str) -> str:
 def dataset_task(section: TaskSection) -> Task:
     """Examples of a file or data set. `parameters`: `source` (see `data.open_rows`), `split`, `subset`, `prompt`,
     `chat`, `rename` (see `data.Columns`), `reward` (a key of `ANSWER_REWARDS`), and `evaluation_source` and
-    `evaluation_split`, from where the examples for evaluation come; without them they are held out.
+    `evaluation_split`, from where the examples for evaluation come; without them they are held out. `evaluation_sets`
+    are further sets of at most `task.eval_size` examples: by the name of each its `source`, `split` and `subset`.
 
     Every prompt is there once, and none of those for evaluation is trained on. Which examples of how many are taken, in
     which order, is a pure function of `task.seed`. Raises `ValueError` for unknown parameters and too few examples.
@@ -116,7 +117,8 @@ def dataset_task(section: TaskSection) -> Task:
     parameters = {"split": "train", "subset": None, "prompt": "prompt", "chat": True, "rename": {}} | dict(
         section.parameters
     )
-    known = ("source", "reward", "evaluation_source", "evaluation_split", "split", "subset", "prompt", "chat", "rename")
+    held_out = ("evaluation_source", "evaluation_split", "evaluation_sets")
+    known = ("source", "reward", *held_out, "split", "subset", "prompt", "chat", "rename")
     for name in parameters:
         if name not in known:
             raise ValueError(unknown_name("task.parameters", name, known))
@@ -133,6 +135,11 @@ def dataset_task(section: TaskSection) -> Task:
         rows = open_rows(*other, parameters["subset"] if other[0] == source else None)
         evaluation = _shuffled(Examples(rows, columns).distinct(), section, "evaluation")[: section.eval_size]
         examples = examples.distinct(other_than=evaluation)
+    further = {}
+    for name, place in _evaluation_sets(parameters.get("evaluation_sets", {})).items():
+        rows = open_rows(place["source"], place.get("split", "test"), place.get("subset"))
+        further[name] = _shuffled(Examples(rows, columns).distinct(), section, "evaluation")[: section.eval_size]
+        examples = examples.distinct(other_than=further[name])
     examples = _shuffled(examples, section, "examples")
     if evaluation is None:
         evaluation, train_from = examples[: section.eval_size], section.eval_size
@@ -143,7 +150,21 @@ def dataset_task(section: TaskSection) -> Task:
     ):
         if found < needed:
             raise ValueError(f"task.{name}={needed} is not valid: {source!r} has only {found} distinct prompts left")
-    return Task(f"dataset/{source}", train, evaluation, (ANSWER_REWARDS[reward],))
+    rewards = (ANSWER_REWARDS[reward],)
+    return Task(f"dataset/{source}", train, evaluation, rewards, further_evaluations=further)
+
+
+def _evaluation_sets(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    known = ("source", "split", "subset")
+    if not isinstance(value, Mapping):
+        raise ValueError(f"task.parameters.evaluation_sets={value!r} is not valid: it must be sets by name")
+    for name, place in value.items():
+        if not isinstance(place, Mapping) or not isinstance(place.get("source"), str):
+            raise ValueError(f"task.parameters.evaluation_sets.{name}={place!r} is not valid: it must have a source")
+        for key in place:
+            if key not in known:
+                raise ValueError(unknown_name(f"task.parameters.evaluation_sets.{name}", key, known))
+    return value
 
 
 def _shuffled(examples: Examples, section: TaskSection, purpose: str) -> Examples:

@@ -298,6 +298,7 @@ class CpuKernels:
         return_lse: bool,
         window: int | None,
         soft_cap: float | None,
+        last_places: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         kv_dtype = _kv_dtype(cache)
         self._follow_torch()
@@ -309,8 +310,8 @@ class CpuKernels:
             q.data_ptr(), q.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(),
             _pointer(cache.key_scales), _pointer(cache.value_scales), _DTYPE[q.dtype], kv_dtype,
             block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr(),
-            seq_lens.shape[0], heads, cache.keys.shape[1], head_dim, block_size, scale, window or 0, soft_cap or 0.0,
-            out.data_ptr(), _pointer(lse),
+            _pointer(last_places), seq_lens.shape[0], heads, cache.keys.shape[1], head_dim, block_size, scale,
+            window or 0, soft_cap or 0.0, out.data_ptr(), _pointer(lse),
         )
         # fmt: on
         return out, lse

@@ -311,6 +311,7 @@ def paged_attention(
     return_lse: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    last_places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of the last tokens of sequences to all of their keys in the cache: out [T, Hq, D], lse [T, Hq] or None.
 
@@ -321,6 +322,8 @@ def paged_attention(
     value's scale multiplies the weights before they are rounded for the second product (to bfloat16, also for float16
     queries, whose range is too small for it).
     """
+    if last_places is not None:
+        raise ValueError("last_places is not None: the Triton kernels find every key in its own place")
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = cache.keys.shape[1]
     group = num_heads // num_kv_heads

@@ -37,6 +37,7 @@ def paged_attention(
     return_lse: bool,
     window: int | None,
     soft_cap: float | None,
+    last_places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.keys.shape[1], q.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -44,6 +45,8 @@ def paged_attention(
     starts = query_start.tolist()
     for sequence, num_keys in enumerate(seq_lens.tolist()):
         slots = sequence_slots(block_tables[sequence], num_keys, block_size)
+        if last_places is not None and int(last_places[sequence]) >= 0:
+            slots[-1] = sequence_slots(block_tables[sequence], int(last_places[sequence]) + 1, block_size)[-1]
         keys, values = (part.double().transpose(0, 1) for part in read_kv(cache, slots, head_dim))
         first, end = starts[sequence], starts[sequence + 1]
         for token in range(first, end):

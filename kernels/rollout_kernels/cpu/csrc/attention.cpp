@@ -53,9 +53,12 @@ long end_group(const Arguments& a, const Part& part) {
   return (first_position(a, part) + part.num_queries - 1) / kGroup + 1;
 }
 
+// Keys of a sequence that stand where its block table says: all but, perhaps, the last.
+long keys_in_place(const Arguments& a, int sequence) { return a.seq_lens[sequence] - has_other_last(a, sequence); }
+
 // Groups that two sequences have in common: whole ones, from the first on, in the very same blocks.
 long shared_groups(const Arguments& a, int one, int other) {
-  const long keys = std::min(a.seq_lens[one], a.seq_lens[other]);
+  const long keys = std::min(keys_in_place(a, one), keys_in_place(a, other));
   const int* left = a.block_tables + one * a.block_table_stride;
   const int* right = a.block_tables + other * a.block_table_stride;
   const long blocks = keys / a.block_size;
@@ -272,8 +275,8 @@ void attend(const Arguments& a) {
 extern "C" void rk_paged_attention(const void* q, long q_row_stride, const void* k_cache, const void* v_cache,
                                    const float* key_scales, const float* value_scales, int dtype, int kv_dtype,
                                    const int* block_tables, long block_table_stride, const int* query_start,
-                                   const int* seq_lens, long num_seqs, long num_q_heads, long num_kv_heads, long head_dim,
-                                   long block_size, float scale, long window, float soft_cap, void* out, float* lse) {
+                                   const int* seq_lens, const int* last_places, long num_seqs, long num_q_heads,
+                                   long num_kv_heads, long head_dim, long block_size, float scale, long window, float soft_cap, void* out, float* lse) {
   Arguments a = {};
   a.q = (const char*)q;
   a.q_row_stride = q_row_stride;
@@ -285,6 +288,7 @@ extern "C" void rk_paged_attention(const void* q, long q_row_stride, const void*
   a.block_table_stride = block_table_stride;
   a.query_start = query_start;
   a.seq_lens = seq_lens;
+  a.last_places = last_places;
   a.num_seqs = num_seqs;
   a.num_q_heads = num_q_heads;
   a.num_kv_heads = num_kv_heads;

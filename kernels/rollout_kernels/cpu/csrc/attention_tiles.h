@@ -69,6 +69,7 @@ struct Arguments {
   long block_table_stride;
   const int* query_start;
   const int* seq_lens;
+  const int* last_places;  // null, or of each sequence: the place of its last key in the block table, -1 for its own
   long num_seqs, num_q_heads, num_kv_heads, head_dim, padded_dim, block_size, tiles_per_block;
   float scale;
   long window;     // keys that a query sees at most, its own included
@@ -82,6 +83,11 @@ static inline long find_tile(const Arguments& a, int sequence, int kv_head, long
   const int* block_table = a.block_tables + sequence * a.block_table_stride;
   const long block = block_table[position / a.block_size];
   return (block * a.tiles_per_block + position % a.block_size / kTile) * a.num_kv_heads + kv_head;
+}
+
+// Whether the last key of a sequence stands elsewhere than in its own place of the block table.
+static inline bool has_other_last(const Arguments& a, int sequence) {
+  return a.last_places && a.last_places[sequence] >= 0;
 }
 
 // The four tiles of a group, in the type that the products take, and what to load into the processor's cache meanwhile.
@@ -105,33 +111,47 @@ struct TileBuffers {
 template <typename Cached>
 constexpr int kCachedInner = sizeof(Cached) <= 2 ? 2 : 1;
 
+// Copies the key at a place of a sequence's block table to lane `target` of a tile.
+template <typename Cached>
+void gather_key(const Arguments& a, int sequence, int kv_head, long place, long target, Cached* keys, Cached* values,
+                float* key_scales, float* value_scales) {
+  const long tile_elements = kTile * a.padded_dim;
+  constexpr int inner = kCachedInner<Cached>;
+  const long tile = find_tile(a, sequence, kv_head, place), lane = place % a.block_size % kTile;
+  const Cached* key_source = (const Cached*)a.k_cache + tile * tile_elements;
+  const Cached* value_source = (const Cached*)a.v_cache + tile * tile_elements;
+  for (long d = 0; d < a.padded_dim / inner; d++)
+    for (int i = 0; i < inner; i++)
+      keys[(d * kTile + target) * inner + i] = key_source[(d * kTile + lane) * inner + i];
+  for (long d = 0; d < a.padded_dim; d++)
+    values[((target / inner) * a.padded_dim + d) * inner + target % inner] =
+        value_source[((lane / inner) * a.padded_dim + d) * inner + lane % inner];
+  if (a.key_scales) {
+    key_scales[target] = a.key_scales[tile * kTile + lane];
+    value_scales[target] = a.value_scales[tile * kTile + lane];
+  }
+}
+
 // Copies keys `start` to `end` of a sequence to a tile of its own. Its other keys are zeros, since slots that nobody has
 // written may hold anything.
 template <typename Cached>
 void gather_tile(const Arguments& a, int sequence, int kv_head, long start, long end, Cached* keys, Cached* values,
                  float* key_scales, float* value_scales) {
   const long tile_elements = kTile * a.padded_dim;
-  constexpr int inner = kCachedInner<Cached>;
   memset(keys, 0, tile_elements * sizeof(Cached));
   memset(values, 0, tile_elements * sizeof(Cached));
   memset(key_scales, 0, kTile * sizeof(float));
   memset(value_scales, 0, kTile * sizeof(float));
-  for (long position = start; position < end; position++) {
-    const long tile = find_tile(a, sequence, kv_head, position);
-    const long lane = position % a.block_size % kTile, target = position - start;
-    const Cached* key_source = (const Cached*)a.k_cache + tile * tile_elements;
-    const Cached* value_source = (const Cached*)a.v_cache + tile * tile_elements;
-    for (long d = 0; d < a.padded_dim / inner; d++)
-      for (int i = 0; i < inner; i++)
-        keys[(d * kTile + target) * inner + i] = key_source[(d * kTile + lane) * inner + i];
-    for (long d = 0; d < a.padded_dim; d++)
-      values[((target / inner) * a.padded_dim + d) * inner + target % inner] =
-          value_source[((lane / inner) * a.padded_dim + d) * inner + lane % inner];
-    if (a.key_scales) {
-      key_scales[target] = a.key_scales[tile * kTile + lane];
-      value_scales[target] = a.value_scales[tile * kTile + lane];
-    }
-  }
+  for (long position = start; position < end; position++)
+    gather_key(a, sequence, kv_head, position, position - start, keys, values, key_scales, value_scales);
+}
+
+// Puts the last key of a sequence, which stands elsewhere, into a copy of the tile that begins at key `start`.
+template <typename Cached>
+void gather_last(const Arguments& a, int sequence, int kv_head, long start, Cached* keys, Cached* values,
+                 float* key_scales, float* value_scales) {
+  gather_key(a, sequence, kv_head, a.last_places[sequence], a.seq_lens[sequence] - 1 - start, keys, values, key_scales,
+             value_scales);
 }
 
 // The first `count` of a tile's 16 keys' values, with zeros after them: a probability of zero does not make a number of
@@ -194,15 +214,26 @@ void locate_group(const Arguments& a, int sequence, int kv_head, long first_key,
         memcpy(group.value_scales + t * kTile, a.value_scales + tile * kTile, kTile * sizeof(float));
         memset(group.value_scales + t * kTile + (end - start), 0, (start + kTile - end) * sizeof(float));
       }
-      if (end < start + kTile) {
-        Cached* copied = buffers.gathered.data() + 2 * t * tile_elements;
+      const bool other_last = end == num_keys && has_other_last(a, sequence);
+      if (end < start + kTile || other_last) {
+        Cached* copied = buffers.gathered.data() + (2 * t + 1) * tile_elements;
         copy_values(values, end - start, a.padded_dim, copied);
         values = copied;
+      }
+      if (other_last) {
+        Cached* copied = buffers.gathered.data() + 2 * t * tile_elements;
+        memcpy(copied, keys, tile_elements * sizeof(Cached));
+        keys = copied;
+        gather_last(a, sequence, kv_head, start, copied, copied + tile_elements, group.key_scales + t * kTile,
+                    group.value_scales + t * kTile);
       }
     } else {
       Cached* gathered = buffers.gathered.data() + 2 * t * tile_elements;
       gather_tile(a, sequence, kv_head, start, end > first_seen ? end : start, gathered, gathered + tile_elements,
                   group.key_scales + t * kTile, group.value_scales + t * kTile);
+      if (end == num_keys && has_other_last(a, sequence))
+        gather_last(a, sequence, kv_head, start, gathered, gathered + tile_elements, group.key_scales + t * kTile,
+                    group.value_scales + t * kTile);
       keys = gathered;
       values = gathered + tile_elements;
     }

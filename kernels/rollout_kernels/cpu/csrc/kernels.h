@@ -29,6 +29,6 @@ long rk_write_kv(const void* k, long k_row, long k_head, const void* v, long v_r
 void rk_paged_attention(const void* q, long q_row_stride, const void* k_cache, const void* v_cache,
                         const float* key_scales, const float* value_scales, int dtype, int kv_dtype,
                         const int* block_tables, long block_table_stride, const int* query_start, const int* seq_lens,
-                        long num_seqs, long num_q_heads, long num_kv_heads, long head_dim, long block_size, float scale,
-                        long window, float soft_cap, void* out, float* lse);
+                        const int* last_places, long num_seqs, long num_q_heads, long num_kv_heads, long head_dim,
+                        long block_size, float scale, long window, float soft_cap, void* out, float* lse);
 }
