@@ -66,7 +66,10 @@ def test_samples_and_advantages_are_those_of_one_process(case: str, folder: Path
     options = ("steps=1", "tracking.samples=1000")
     train_case(case, folder / "model", tmp_path, *options)
     expected, ours = first_samples(tmp_path), first_samples(folder / case)
-    assert ours == expected[: len(ours)]
+    if case == "dynamic":  # further rounds of the first rank come before the second rank's first
+        assert all(row in expected for row in ours)
+    else:
+        assert ours == expected[: len(ours)]
     assert len(ours) == 16  # those of the second rank, too
 
 

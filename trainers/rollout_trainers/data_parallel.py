@@ -22,8 +22,8 @@ from rollout_trainers.types import Sample
 
 
 def gathered_samples(ranks: Ranks, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of all ranks, in the order in which one process would have them. What travels has values as JSON has
-    them in its columns, and no environments."""
+    """The samples of all ranks, rank after rank: of one round of sampling, in the order in which one process would have
+    them. What travels has values as JSON has them in its columns, and no environments."""
     if ranks.size == 1:
         return list(samples)
     everyones, own = ranks.gather_all([_plain(sample) for sample in samples])
