@@ -37,8 +37,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "token_mean": ("loss.aggregation=token_mean",),
     "sequence_mean": ("loss.aggregation=sequence_mean", "algorithm.minibatches=2"),
     "constant": ("loss.algorithm=dr_grpo", "algorithm.epochs=2"),
-    "whitened": ("loss.algorithm=reinforce_pp", "loss.kl_coefficient=0.1"),
-    "recomputed": ("algorithm.recompute_logprobs=true", "loss.kl_coefficient=0.1"),
+    "whitened": ("loss.algorithm=reinforce_pp", "loss.kl_coefficient=0.1", "algorithm.recompute_logprobs=true"),
     "dynamic": ("loss.algorithm=dapo", "loss.max_sampling_rounds=3"),
     "ppo": ("loss.algorithm=ppo", "loss.kl_coefficient=0.1", "critic.kind=value_head", "algorithm.minibatches=2"),
 }
