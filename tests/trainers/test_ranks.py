@@ -44,6 +44,8 @@ def test_three_ranks(tmp_path: Path):  # case TR-03, with a third rank that has 
         assert each["shared"] == [7.0] * 3
         for aggregation, right in RIGHT.items():
             assert each["losses"][aggregation] == pytest.approx([right, right])
+    for each in found[:2]:
+        assert each["died"].startswith("RankFailedError: another rank has ended or does not answer: ")
     assert [each["own"] for each in found] == [[], ["a", "b"], ["a", "b", "a", "b"]]
 
 
