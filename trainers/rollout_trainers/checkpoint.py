@@ -189,14 +189,16 @@ def save_trainer_state(
         raise OSError(f"{path.name} cannot be written (is the disk full?): {str(error).splitlines()[0]}") from error
 
 
-def load_trainer_state(folder: Path, optimizers: Mapping[str, Optimizer], rank: int = 0) -> dict[str, Any]:
+def load_trainer_state(
+    folder: Path, optimizers: Mapping[str, Optimizer], rank: int = 0, num_ranks: int = 1
+) -> dict[str, Any]:
     """Restores a rank's optimisers, their parameters (from the masters) and the random states; returns its `state`.
 
-    Raises `ValueError` if the checkpoint's optimisers or parameters are others, or it has no file of this rank.
+    Raises `ValueError` if the checkpoint's optimisers or parameters are others, or it is of another number of ranks.
     """
-    path = _rank_file(folder, rank)
-    if not path.is_file():
-        raise ValueError(f"{folder} has no {path.name}: it is of a run with fewer ranks")
+    path, saved_ranks = _rank_file(folder, rank), len(list(folder.glob("trainer*.pt")))
+    if saved_ranks != num_ranks:
+        raise ValueError(f"{folder} is of a run with {saved_ranks} ranks, not {num_ranks}: start it with as many")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved["optimizers"].keys() != optimizers.keys():
         raise ValueError(f"{folder} has the optimisers {sorted(saved['optimizers'])}, not {sorted(optimizers)}")
