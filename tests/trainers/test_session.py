@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from rollout_trainers.run import RunResult, run
 from rollout_trainers.run_record import read_record
 from rollout_trainers.tracking import read_json_lines
 from rollout_trainers.types import Example, Task
-from tests.support.distributed import ROOT
+from tests.support.killed_writes import LOAD_DURABLE
 from tests.support.tiny import make_tiny_llama
 
 TRAIN = [Example(text) for text in ("abc", "hello", "what", "q")]
@@ -223,10 +222,9 @@ def test_further_held_out_sets_are_evaluated_by_name(model: Path, tmp_path: Path
 
 
 def test_two_processes_cannot_write_into_one_folder(model: Path, tmp_path: Path):
-    code = "import sys, time\nfrom pathlib import Path\nfrom rollout_trainers.durable import exclusive\n"
-    code += "with exclusive(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)\n"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "trainers")}
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    code = f"import sys, time\nfrom pathlib import Path\n{LOAD_DURABLE}"
+    code += "with durable.exclusive(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)\n"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match=rf"is in use by another run \(process {holder.pid}\)"):
@@ -238,6 +236,22 @@ def test_two_processes_cannot_write_into_one_folder(model: Path, tmp_path: Path)
         assert holder.stdout is not None
         holder.stdout.close()
     train(model, tmp_path, [0.0, 0.0], "steps=1")  # the kernel has freed it
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_before_its_first_checkpoint_goes_on_under_its_id_in_wandb(model: Path, tmp_path: Path):
+    with pytest.raises(StopIteration):
+        train(model, tmp_path, [], "tracking.wandb=offline", "evaluation.at_end=false")
+    first = read_record(tmp_path)
+    train(model, tmp_path, [0.0] * 2, "tracking.wandb=offline", "steps=1", "resume=true")
+    second = read_record(tmp_path)
+    assert first is not None and second is not None
+    assert first["wandb_id"] == second["wandb_id"] is not None
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first['wandb_id']}"))) in (1, 2)  # in one second, or two
+    # Without W&B for a while, its id is kept.
+    train(model, tmp_path, [0.0] * 2, "steps=1", "resume=true")
+    third = read_record(tmp_path)
+    assert third is not None and third["wandb_id"] == first["wandb_id"]
 
 
 def test_the_record_says_from_the_first_moment_that_the_run_is_not_finished(model: Path, tmp_path: Path):
