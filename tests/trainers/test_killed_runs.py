@@ -35,14 +35,13 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=600)
     finally:
         kill_group(process)
-    assert process.returncode == 0, errors[-4000:]
+    assert process.returncode == 0, errors.decode()[-4000:]
     return folder, json.loads(output)
 
 
