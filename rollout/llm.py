@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -18,13 +17,14 @@ from rollout.byte_sizes import parse_bytes
 from rollout.config import EngineConfig
 from rollout.diagnosis import Diagnosis, SampleRecord, Trainer, diagnose
 from rollout.engine.admission import Admission, LoRAChoice, OnInvalid, params_each, priorities_each
-from rollout.engine.collect import Group, prompt_logprobs_of
+from rollout.engine.collect import Group, is_unfinished
 from rollout.engine.core import EngineCore
 from rollout.engine.delivery import Delivery
 from rollout.engine.forks import Forks
 from rollout.engine.interface import Engine, make_engine
 from rollout.engine.profile import StepProfile
 from rollout.engine.resume import resume
+from rollout.engine.scoring import score_output, submit_scores
 from rollout.engine.stream import stream
 from rollout.errors import WorkerDiedError
 from rollout.lora.request import LoRARequest, one_each
@@ -36,7 +36,6 @@ from rollout.models.pretrained import resolve_model
 from rollout.models.tokenizer import find_eos_token_ids, find_tokenizer
 from rollout.outputs import RequestOutput, ScoreOutput, outputs_each
 from rollout.prompts import Message, Prompt, PromptLike, encode_chat, encode_prompt, encode_token_ids, split_prompts
-from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.session import Session
 from rollout.speculation.with_weights import drafter_checkpoint
@@ -199,6 +198,42 @@ class LLM:
             self._wait(list(groups.values()), use_tqdm, "Resuming")
         resumed = {index: group.output(self._tokenizer) for index, group in groups.items()}
         return [resumed.get(index, output) for index, output in enumerate(outputs)]
+
+    def enqueue_resume(
+        self,
+        outputs: RequestOutput | Sequence[RequestOutput],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queues what `resume` would run, and returns an id for each output at once, as `enqueue` does. The whole
+        output that `step` or `wait_for_completion` returns has the request id of the output that was given, and `abort`
+        knows it by that, too: give outputs ids of your own (`dataclasses.replace`).
+
+        Raises as `resume` does, and `ValueError` for an output in which no sample is unfinished.
+        """
+        outputs = outputs_each(outputs)
+        params = params_each(sampling_params, len(outputs))
+        priorities = priorities_each(priority, len(outputs), self.config.scheduling_policy)
+        for index, output in enumerate(outputs):
+            if not any(map(is_unfinished, output.outputs)):
+                raise ValueError(f"outputs[{index}] has no sample that is unfinished: there is nothing to resume")
+        with self._lock:
+            groups = resume(self._engine, self._admission, outputs, params, priorities)
+            self._enqueued.update((group.group_id, group) for group in groups.values())
+            return [groups[index].group_id for index in range(len(outputs))]
+
+    def peek(self, request_ids: Collection[str]) -> list[RequestOutput]:
+        """The outputs of enqueued prompts as they stand, in order of the ids; unfinished samples have no finish reason.
+        Nothing is changed: they go on. `resume` takes such outputs, in another process, say.
+
+        Raises `ValueError` for an id that is not of an enqueued prompt, or was returned already.
+        """
+        with self._lock:
+            unknown = [request_id for request_id in request_ids if request_id not in self._enqueued]
+            if unknown:
+                raise ValueError(f"request_ids holds {unknown[0]!r}, which is no prompt that is enqueued")
+            return [self._enqueued[request_id].output(self._tokenizer) for request_id in request_ids]
 
     def fork(
         self,
@@ -366,25 +401,9 @@ class LLM:
         if too_many is not None:
             raise ValueError(too_many)
         with self._lock:
-            for index, prompt in enumerate(prompts):
-                problem = prompt.error or self._admission.problem(prompt, None)
-                if problem is not None:
-                    raise ValueError(f"token_ids[{index}]: {problem}")
-            self._engine.check_ready()
-            requests = []
-            for prompt, adapter in zip(prompts, self._engine.adapters_for(choices), strict=True):
-                requests += self._admission.make_requests(prompt, params, 0, adapter, scores=True)
-            groups = self._admission.submit([(prompt, [r]) for prompt, r in zip(prompts, requests, strict=True)])
+            groups = submit_scores(self._engine, self._admission, prompts, params, choices)
         self._wait(groups, use_tqdm, "Scoring")
-        outputs = []
-        for group in groups:
-            request = group.samples[0]
-            if request.finish_reason is not FinishReason.LENGTH:
-                raise RuntimeError(_why_not_scored(request))
-            logprobs = np.array(request.prompt_logprobs, np.float32)
-            top = prompt_logprobs_of(request, self._tokenizer)
-            outputs.append(ScoreOutput(request.prompt_token_ids, logprobs, top))
-        return outputs
+        return [score_output(group, self._tokenizer) for group in groups]
 
     @property
     def max_model_len(self) -> int:
@@ -666,16 +685,6 @@ def generate(
     """For one-off use: loads the model, generates, and gives the memory back. See `LLM` and `LLM.generate`."""
     with LLM(model, **config) as llm:
         return llm.generate(prompts, sampling_params)
-
-
-def _why_not_scored(request: Request) -> str:
-    """Why the scoring of a request's prompt has ended before all its tokens were scored."""
-    if request.finish_reason is FinishReason.ERROR:
-        return (
-            "scoring ended with error: the model's logits were not numbers (NaN or infinite): either weights are not, "
-            "or a computation overflows"
-        )
-    return f"scoring ended with {request.finish_reason}: the engine was put to sleep, or its policy replaced, meanwhile"
 
 
 def _progress(label: str, total: int | None, unit: str, show: bool | None) -> tqdm:

@@ -35,6 +35,11 @@ def test_there_is_a_quickstart_and_a_recipe_with_code():
     assert PYTHON_RECIPES
 
 
+def test_every_recipe_is_on_the_page():
+    page = (RECIPES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert [path.name for path in [*YAML_RECIPES, *PYTHON_RECIPES] if f"recipes/{path.name}" not in page] == []
+
+
 def test_brief_answers_earn_more():
     reward = runpy.run_path(str(RECIPES / "brief_answers.py"), run_name="recipe")["brevity_reward"]
     assert reward([""] * 3, ["7", "It is 7", "The answer to this quite long question is of course just 7"]) == [

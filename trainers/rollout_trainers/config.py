@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.alerts_config import AlertsSection
+from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.distributed_config import DistributedSection
@@ -18,6 +20,7 @@ from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.policy_config import PolicySection
+from rollout_trainers.teacher_config import TeacherSection
 
 Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -276,11 +279,16 @@ class TrackingSection:
     """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
 
     Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
-    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    (`LLM.diagnose`), at most once in `diagnose_every` steps. `entity` to `notes` are W&B's own (None: its defaults).
     """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
     sample_every: int = 5
     samples: int = 16
     diagnose_above: float | None = 1e-3
@@ -288,6 +296,10 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        if not isinstance(self.tags, tuple) or not all(
+            isinstance(tag, str) and 1 <= len(tag) <= 64 for tag in self.tags
+        ):
+            fail("tracking", "tags", self.tags, "a list of texts of 1 to 64 characters, W&B's limit")
         check_integer("tracking", "sample_every", self.sample_every, 1)
         check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:
@@ -317,8 +329,10 @@ class RunConfig:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    asynchrony: AsynchronySection = field(default_factory=AsynchronySection)
     loss: LossSection = field(default_factory=LossSection)
     critic: CriticSection = field(default_factory=CriticSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
@@ -326,6 +340,7 @@ class RunConfig:
     early_stop: EarlyStopSection = field(default_factory=EarlyStopSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):
@@ -345,6 +360,7 @@ class RunConfig:
         self._check_distributed()
         self._check_loss()
         self._check_critic()
+        self._check_asynchrony()
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
@@ -384,6 +400,26 @@ class RunConfig:
         if not self.evaluation.is_repeated:
             fail("evaluation", "every", self.evaluation.every, f"above 0 where early_stop.metric is {metric!r}")
 
+    def _check_asynchrony(self) -> None:
+        asynchrony, engine = self.asynchrony, self.engine
+        if not asynchrony.is_active:
+            return
+        if engine.memory_budget is not None:
+            why = "samples stay in the KV pool, which then cannot change"
+            fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")
+        if engine.sleep and asynchrony.samples_ahead:
+            why = "the engine samples while the trainer learns"
+            fail("engine", "sleep", True, f"false with asynchrony.mode {asynchrony.mode!r}: {why}")
+        if engine.sleep and asynchrony.held_cache_mode == "keep":
+            fail("asynchrony", "held_cache", "keep", "'recompute' with engine.sleep, which gives the KV pool back")
+        is_corrected = self.algorithm.recompute_logprobs and self.loss.importance_level != "none"
+        if self.loss.surrogate == "log_probability" and not is_corrected:
+            fail(
+                *("loss", "surrogate", self.loss.surrogate),
+                "'clipped' or 'cispo' with asynchrony, or algorithm.recompute_logprobs true with a loss.correction: "
+                "without a ratio the gradient would be that of older policies",
+            )
+
     def _check_critic(self) -> None:
         for chosen in fields(self.critic):
             value = getattr(self.critic, chosen.name)
@@ -398,7 +434,8 @@ class RunConfig:
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""
         algorithm, loss = self.algorithm, self.loss
-        if loss.uses_groups:
+        self.teacher.check_loss(loss)
+        if loss.uses_groups and self.teacher.uses_rewards:
             check_integer("algorithm", "group_size", algorithm.group_size, 2)
         if algorithm.group_size * algorithm.prompts_per_step < 2:
             fail("algorithm", "prompts_per_step", algorithm.prompts_per_step, "at least 2 with a group_size of 1")

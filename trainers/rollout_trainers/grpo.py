@@ -25,13 +25,15 @@ from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
 from rollout.models.pretrained import resolve_model
 from rollout.platform.platform import platform_for
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.checkpoint import MODEL_FOLDER, load_trainer_state, save_trainer_state
 from rollout_trainers.config import RunConfig
-from rollout_trainers.corrections import correction_metrics, importance_weights, measure_mismatch
+from rollout_trainers.corrections import Mismatch, correction_metrics, importance_weights, measure_mismatch
 from rollout_trainers.credit import assign_advantages, punish_overlong
 from rollout_trainers.data_parallel import check_same_policy, gathered_samples, make_optimizer
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
+from rollout_trainers.histograms import Histogram, step_histograms
 from rollout_trainers.kl_control import KLControl, sequence_kl
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import Denominators
@@ -45,7 +47,7 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import Optimizer, learning_rate
+from rollout_trainers.optimizer import MasterAdamW, Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
@@ -61,6 +63,7 @@ class GRPOTrainer:
 
     With a `treaty` the engine's KV pool is sized by what the steps before have needed. With several `ranks` each has a
     trainer, an engine and its share of a step's groups; they learn as one process would, that has all of them.
+    With a `stream` the step's groups come from there, and the engine may sample while the policy learns.
     """
 
     def __init__(
@@ -72,8 +75,13 @@ class GRPOTrainer:
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
         optimizer: Optimizer | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
+        self.stream = stream
+        if stream is not None and self.ranks.size > 1:
+            stream.section.refuse(f"left out with {self.ranks.size} ranks, which sample in turns with their trainers")
+        self.version = 0  # of the policy as it is between steps
         self.producer = producer
         self.engine = producer.engine
         self.policy = policy
@@ -95,6 +103,7 @@ class GRPOTrainer:
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
         self.reward_metrics: dict[str, list[float]] = {}  # what rewards have logged in the last step
+        self.histograms: dict[str, Histogram] = {}  # of the last step
 
     @property
     def loss(self) -> LossSection:
@@ -145,12 +154,15 @@ class GRPOTrainer:
             "num_tokens": self.num_tokens,
             "kl_coefficient": self.kl_control.coefficient,
             "watch": self.watch.state_dict(),
+            "stream": None if self.stream is None else self.stream.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_tokens = state["num_tokens"]
         self.kl_control.coefficient = state["kl_coefficient"]
         self.watch.load_state_dict(state["watch"])
+        if self.stream is not None:
+            self.stream.load_state_dict(state["stream"])
 
     def step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """One step: samples, scores, learns, and gives the engine the new policy. Returns the samples of all ranks and
@@ -187,11 +199,14 @@ class GRPOTrainer:
             metrics |= replace(sampled, samples=samples).metrics(group_size)
         metrics |= episode_metrics(samples) | self._logged_by_rewards()
         metrics |= timers.metrics() | speed_metrics(samples, statistics, timers.seconds)
+        if self.stream is not None:
+            metrics |= self.stream.metrics(samples, step)
         metrics |= {f"engine/{name}": value for name, value in engine_gauges.items()}
         metrics |= memory_metrics(self.memory, self.plan)
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
         if self.finding is not None:
             metrics |= self.finding.metrics
+        self.histograms = step_histograms(samples, statistics.ratios)
         metrics |= {"perf/sleep_released_gb": self.released_bytes / 2**30}
         return samples, self.ranks.from_main(metrics)  # with rank 0's times and memory
 
@@ -234,11 +249,15 @@ class GRPOTrainer:
     def rollouts(self, step: int) -> list[Sample]:
         """This rank's share of the step's groups, group after group."""
         algorithm = self.config.algorithm
+        if self.stream is not None:
+            return self.stream.take(step, algorithm.prompts_per_step)
         examples = select_examples(self.task.train, step, algorithm.prompts_per_step, self.config.seed)
         return self._produce(step, examples, 0)
 
     def further_rollouts(self, step: int, place: int, count: int) -> list[Sample]:
         """This rank's share of `count` groups of further prompts, where the step has `place` groups already."""
+        if self.stream is not None:
+            return self.stream.take(step, count, place)
         algorithm, train = self.config.algorithm, self.task.train
         per_step, seed = algorithm.prompts_per_step, self.config.seed
         examples = select_further_examples(train, step, per_step, place - per_step, count, seed)
@@ -302,9 +321,7 @@ class GRPOTrainer:
         weighs the samples accordingly."""
         loss = self.loss
         logprobs = [self.policy.frozen_logprobs(batch) for batch in batches]
-        statistics.mismatch += [
-            measure_mismatch(ours, batch.sampler_logprobs) for ours, batch in zip(logprobs, batches, strict=True)
-        ]
+        statistics.mismatch += [self.mismatch(ours, batch) for ours, batch in zip(logprobs, batches, strict=True)]
         weighed = []
         for sample, part in by_sample(samples, batches, logprobs):
             importance = importance_weights(part, sample.sampled_logprobs, loss)
@@ -366,10 +383,18 @@ class GRPOTrainer:
         """A micro-batch's share of the policy's loss, from the logprobs and entropies [C] that the policy gave."""
         logprobs, entropy = outputs
         if statistics.num_updates == 0 and not self.config.algorithm.recompute_logprobs:
-            statistics.mismatch.append(measure_mismatch(logprobs, batch.sampler_logprobs))
+            statistics.mismatch.append(self.mismatch(logprobs, batch))
         micro = micro_batch_loss(logprobs, entropy, batch, denominators, self.loss)
         statistics.add(batch, micro)
         return micro
+
+    def mismatch(self, logprobs: torch.Tensor, batch: PackedBatch) -> Mismatch:
+        """How far `logprobs` [C] under the policy as it is are from the sampler's, over the sequences that it has
+        sampled: those of older policies differ because the policy has moved."""
+        if self.stream is None:
+            return measure_mismatch(logprobs, batch.sampler_logprobs)
+        own = (batch.oldest_versions == self.version).repeat_interleave(batch.lengths)  # [C]
+        return measure_mismatch(logprobs[own], batch.sampler_logprobs[own])
 
     def examine_mismatch(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """Asks the engine why the logprobs differ, while its weights are still those that sampled.
@@ -383,9 +408,10 @@ class GRPOTrainer:
         if not self.watch.is_due(step, mismatch):
             return
         released = self.released_bytes
+        own = [sample for sample in samples if sample.oldest_version == self.version]
         self.resume_engine()
         temperature, budget = self.config.sampling.temperature, self.config.algorithm.micro_batch_tokens
-        self.finding = examine(self.engine, self.policy, samples, temperature, budget, step, mismatch)
+        self.finding = examine(self.engine, self.policy, own, temperature, budget, step, mismatch)
         self.watch.learn(self.finding)
         self.suspend_engine()
         self.released_bytes = released
@@ -393,33 +419,47 @@ class GRPOTrainer:
     def suspend_engine(self) -> None:
         """Gives the KV pool's memory to the training phase, where the recipe wants that."""
         if self.config.engine.sleep:
-            self.released_bytes = self.engine.sleep(level=1).total_released
+            released = self.engine.sleep(level=1) if self.stream is None else self.stream.sleep()
+            self.released_bytes = released.total_released
 
     def take_memory(self) -> None:
         """Brings what `give_memory_back` has moved away."""
         if self.config.policy.offload:
-            for optimizer in self.optimizers.values():
+            for optimizer in self._movable_optimizers():
                 optimizer.fetch()
+
+    def _movable_optimizers(self) -> list[MasterAdamW]:
+        """All, where the policy is not spread over ranks; then `policy.offload` is refused."""
+        return [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, MasterAdamW)]
 
     def give_memory_back(self) -> None:
         """Leaves to the sampler what only learning needs: gradients are gone by now, and where the recipe wants it the
         optimisers' states go to the host. What the allocator holds unused goes back as well."""
         if self.config.policy.offload:
-            for optimizer in self.optimizers.values():
+            for optimizer in self._movable_optimizers():
                 optimizer.offload()
         if self.config.engine.sleep:
             self.platform.trim()
 
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
-        with self.engine.policy_update(version=version) as update:
-            self.policy.load_into(update)
-        self.receipt = update.receipt
-        check_same_policy(self.ranks, update.receipt)
+        if self.stream is not None:
+            receipt = self.stream.update(version, self.policy.load_into)
+        else:
+            with self.engine.policy_update(version=version) as update:
+                self.policy.load_into(update)
+            receipt = update.receipt
+        self.receipt, self.version = receipt, version
+        check_same_policy(self.ranks, receipt)
 
     def resume_engine(self) -> None:
         if self.config.engine.sleep:
             self.engine.wake_up()
+
+    def close(self) -> None:
+        """Ends what runs beside the trainer. May be called twice."""
+        if self.stream is not None:
+            self.stream.close()
 
     def evaluate(self, num_steps: int = 0, held_out: str = "") -> tuple[list[Sample], Evaluation]:
         """One completion of each prompt of a set in `Task.held_out` by the policy as it is, after `num_steps` steps.

@@ -13,6 +13,7 @@ from rollout.models.pretrained import resolve_model
 from rollout.platform.platform import platform_for
 from rollout_trainers.config import RunConfig
 from rollout_trainers.lora import add_adapter
+from rollout_trainers.own_model import load_own_model
 from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.producer import derive_seed
 from rollout_trainers.transformers_policy import TransformersPolicy
@@ -30,7 +31,9 @@ def make_policy(config: RunConfig, engine: LLM) -> Policy:
     if section.offload and device.type == "cpu":
         raise ValueError("policy.offload=True is not valid: the engine runs on the CPU, whose memory is the host's")
     if section.kind == "shared":
-        return SharedPolicy(engine.shared_model(), temperature, keeps, section.gradient_checkpointing)
+        ahead = config.asynchrony.samples_ahead  # the engine samples while the weights change: it has its own
+        model = load_own_model(resolve_model(config.model), engine.config.dtype, device) if ahead else None
+        return SharedPolicy(model or engine.shared_model(), temperature, keeps, section.gradient_checkpointing)
     dtype = engine.config.dtype if section.model_dtype == "auto" else section.model_dtype
     model = load_causal_lm(resolve_model(config.model), dtype, device)
     if not section.uses_lora:

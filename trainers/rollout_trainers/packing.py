@@ -27,7 +27,7 @@ class PackedBatch:
     `old_logprobs` (the ratio's denominator: the sampler's, unless the trainer recomputed them), `advantages`:
     float32 [C]. `reference_logprobs`, `importance`, `values` and `returns` (a critic's, before the step's updates, and
     what they should have been): float32 [C], where the samples have them. `sample_indices`: positions in the list that
-    was packed.
+    was packed. `oldest_versions` int64 [S]: the oldest policy that has sampled some token of each sequence.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +42,7 @@ class PackedBatch:
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     sample_indices: tuple[int, ...]
+    oldest_versions: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
     importance: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -65,6 +66,7 @@ class PackedBatch:
             old_logprobs=floats,
             advantages=floats,
             sample_indices=(),
+            oldest_versions=integers,
             reference_logprobs=floats,
             importance=floats,
         )
@@ -160,6 +162,7 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> PackedBatch:
         old_logprobs=_joined([sample.frozen_logprobs for sample in chosen]),
         advantages=_joined([_advantages(sample) for sample in chosen]),
         sample_indices=tuple(indices),
+        oldest_versions=torch.tensor([sample.oldest_version for sample in chosen], dtype=torch.int64),
         reference_logprobs=_joined_where_there([sample.reference_logprobs for sample in chosen]),
         importance=_joined_where_there([sample.importance for sample in chosen]),
         values=_joined_where_there([sample.values for sample in chosen]),

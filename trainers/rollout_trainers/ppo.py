@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rollout.memory_treaty import MemoryTreaty
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.config import OptimizerSection, RunConfig
 from rollout_trainers.critic import Critic
 from rollout_trainers.critic_metrics import CriticStatistics, merge_critic_statistics
@@ -49,13 +50,15 @@ class PPOTrainer(GRPOTrainer):
         config: RunConfig,
         treaty: MemoryTreaty | None = None,
         ranks: Ranks | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
         self.critic = critic
         self.critic_section = critic_optimizer(config)
         self.critic_optimizer = make_optimizer(critic.named_parameters(), self.critic_section, ranks or Ranks())
         self.critic_statistics = CriticStatistics()
         self.policy_learns = True
-        super().__init__(producer, policy, task, config, treaty, ranks)  # last: it shares out the memory that is left
+        # last: it shares out the memory that is left
+        super().__init__(producer, policy, task, config, treaty, ranks, stream=stream)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:

@@ -157,10 +157,12 @@ class RolloutProducer:
         if is_trained_on:
             for output in outputs:
                 check_reproducible(output, self.temperature)
+        for completion in (completion for output in outputs for completion in output.outputs):
+            check_version(completion, version)
         return [
-            _sample(example, group, output, completion, version)
+            sample
             for group, (example, output) in enumerate(zip(examples, outputs, strict=True), first_place)
-            for completion in output.outputs
+            for sample in samples_of(example, group, output)
         ]
 
 
@@ -192,10 +194,17 @@ def check_version(completion: CompletionOutput, version: int) -> None:
         raise ValueError(f"tokens {stale[0].start}:{stale[0].end} are of policy {stale[0].version}, not {version}")
 
 
-def _sample(example: Example, group: int, output: RequestOutput, completion: CompletionOutput, version: int) -> Sample:
-    check_version(completion, version)
+def samples_of(example: Example, group: int, output: RequestOutput) -> list[Sample]:
+    """The samples of an example's output, of the policies that it names. Raises `ValueError` for one that was cut
+    short by something else than the model or its limit."""
+    return [_sample(example, group, output, completion) for completion in output.outputs]
+
+
+def _sample(example: Example, group: int, output: RequestOutput, completion: CompletionOutput) -> Sample:
     if completion.finish_reason in (None, "error", "abort"):
         raise ValueError(f"request {output.request_id} ended with {completion.finish_reason!r}: it can't be trained on")
+    versions = tuple(completion.policy_versions)
+    newest = max((span.version for span in versions), default=output.policy_version)
     return Sample(
         example=example,
         group=group,
@@ -208,6 +217,7 @@ def _sample(example: Example, group: int, output: RequestOutput, completion: Com
         entropy=completion.entropy,
         seed=completion.seed,
         sample_index=completion.sample_index,
-        policy_version=version,
-        receipt_id=output.receipt_id,
+        policy_version=newest,
+        receipt_id=output.receipt_ids.get(newest, output.receipt_id),
+        versions=versions if len(versions) > 1 else (),
     )

@@ -6,7 +6,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
 from rollout.models.pretrained import resolve_model
+from rollout_trainers.asynchronous import GroupStream, check_task
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
+from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
 from rollout_trainers.evaluation import EVALUATION_PREFIX, evaluated_set
 from rollout_trainers.grpo import GRPOTrainer
@@ -32,6 +34,7 @@ from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.sharded import shard_policy
 from rollout_trainers.tasks import make_task
+from rollout_trainers.teacher import check_teacher, load_teacher
 from rollout_trainers.tracking import ProgressLine
 from rollout_trainers.transformers_policy import TransformersPolicy
 from rollout_trainers.types import Example, RewardFunction, Task
@@ -86,7 +89,9 @@ def run(
     with joined(config) as ranks, ExitStack() as stack:
         with ranks.together():
             task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
+            check_task(config.asynchrony, task)
             task = _with_reward_model(task, config.reward_model)
+            check_teacher(config)
             _check_evaluated(config, task)
             if ranks.is_main:
                 checkpoint = stack.enter_context(open_run(config, run_settings(config, task)))
@@ -103,9 +108,10 @@ def run(
 def _session(
     config: RunConfig, trainer: GRPOTrainer, progress: ProgressLine, checkpoint: Path | None, started: float
 ) -> RunResult:
-    session = Session(config, trainer, progress, checkpoint)
-    session.train()
-    return session.finish(started)
+    with closing(trainer):
+        session = Session(config, trainer, progress, checkpoint)
+        session.train()
+        return session.finish(started)
 
 
 def _check_evaluated(config: RunConfig, task: Task) -> None:
@@ -133,15 +139,29 @@ def _resolve_task(
     if task is not None:
         return task if environment is None else replace(task, environment=environment)
     if train:
-        if not reward_functions and environment is None and config.reward_model.model is None:
-            raise ValueError(
-                "reward_functions is empty: give at least one with the training examples, or a reward_model"
-            )
+        _check_rewards(config, reward_functions, evaluation, environment)
         return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
     return replace(
         named, rewards=tuple(reward_functions) or named.rewards, environment=environment or named.environment
     )
+
+
+def _check_rewards(
+    config: RunConfig,
+    reward_functions: Sequence[RewardFunction],
+    evaluation: Sequence[Example],
+    environment: EnvironmentFactory | None,
+) -> None:
+    """Raises `ValueError` where nothing says how good the samples of examples are."""
+    if reward_functions or environment is not None or config.reward_model.model is not None:
+        return
+    if config.teacher.uses_rewards:
+        raise ValueError(
+            "reward_functions is empty: give at least one with the training examples, or a reward_model or teacher"
+        )
+    if evaluation:
+        raise ValueError("reward_functions is empty: a teacher trains without, but the evaluation examples need one")
 
 
 def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
@@ -180,19 +200,23 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 
 
 def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
-    """PPO's where there is a critic."""
+    """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
+    stream = GroupStream(engine, task.train, config) if config.asynchrony.is_active else None
     policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
+    teacher = load_teacher(config)
     treaty = None
     if config.engine.memory_budget is not None:
         treaty = MemoryTreaty(engine, config.engine.memory_budget)
     if critic is not None:
-        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks)
+        return PPOTrainer(producer, policy, critic, task, config, treaty, ranks, stream=stream)
     optimizer = None
     if isinstance(policy, TransformersPolicy) and config.distributed.is_sharded:
         optimizer = shard_policy(policy, config, ranks)
-    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer)
+    if teacher is not None:
+        return DistillationTrainer(producer, policy, teacher, task, config, treaty, ranks, optimizer, stream)
+    return GRPOTrainer(producer, policy, task, config, treaty, ranks, optimizer, stream)
 
 
 def _make_critic(config: RunConfig, policy: Policy) -> Critic:

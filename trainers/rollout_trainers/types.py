@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout.outputs import PolicyVersionSpan
+
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages, or token ids
 
 # reward(prompts, completions, **columns) -> one number per completion, None where it does not apply. It may be async.
@@ -101,8 +103,9 @@ class Sample:
     entropy: np.ndarray
     seed: int
     sample_index: int
-    policy_version: int
-    receipt_id: str | None = None  # of the weights that sampled it
+    policy_version: int  # the newest that has sampled some token of it
+    receipt_id: str | None = None  # of the weights of that version
+    versions: tuple[PolicyVersionSpan, ...] = ()  # where several have: which of its tokens
     loss_mask: np.ndarray | None = None  # bool, one per completion token: the policy's own. None: all are
     episode: EpisodeNotes | None = None  # of a sample that an environment has answered
     reward: float = 0.0  # filled by `rewards.score`, as are `rewards`
@@ -114,6 +117,7 @@ class Sample:
     token_advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None  # None: the sampler's are used
     reference_logprobs: np.ndarray | None = None  # of the policy that the run began with, for a KL term
+    teacher_logprobs: np.ndarray | None = None  # of the model that the policy is distilled from, where there is one
     importance: np.ndarray | None = None  # weights that account for a sampler that is not the trainer
     values: np.ndarray | None = None  # what the critic expects before each token
     returns: np.ndarray | None = None  # what it should have said
@@ -137,6 +141,11 @@ class Sample:
             return [(0, len(self.completion_token_ids))] if self.completion_token_ids else []
         edges = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), prepend=0, append=0))
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the policies that have sampled some token of it."""
+        return min((span.version for span in self.versions), default=self.policy_version)
 
     @property
     def frozen_logprobs(self) -> np.ndarray:
@@ -167,3 +176,5 @@ class SampleRow:
     finish_reason: str
     columns: dict[str, Any]
     split: str = "train"  # or "held out"
+    logprob: float | None = None  # mean of its tokens' at temperature 1; None: it has none
+    entropy: float | None = None  # mean, of what they were sampled from

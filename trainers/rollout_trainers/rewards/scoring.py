@@ -90,7 +90,7 @@ def score(
     for sample in samples:
         sample.reward = sum(sample.rewards.values())
     unscored = sum(not sample.rewards for sample in samples)
-    if unscored:
+    if unscored and functions:
         warnings.warn(f"no reward applies to {unscored} of {len(samples)} samples: they count as 0", stacklevel=2)
     _take_columns(samples, log)
     return log.metrics
