@@ -171,6 +171,10 @@ class Session:
         seconds = time.perf_counter() - started
         return RunResult(self.directory, report, base, trained, p_value, seconds, stopped, best)
 
+    def break_off(self) -> None:
+        """Closes the trackers of a run that has failed."""
+        self.tracker.break_off()
+
     def _save_model(self) -> int:
         """Writes the run's trained model: the last step's, or the best one's. Returns its step."""
         best = self.best.step if self.config.checkpoint.load_best else None
