@@ -109,12 +109,12 @@ def save_checkpoint(
             files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             state = {"format": FORMAT, "step": step, "notes": dict(notes), "files": files}
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-        mark_best(root, best)
-        prune_checkpoints(root, keep, best)
     except OSError as error:
         whole = list_checkpoints(root)
         left = f"the newest whole one is {whole[-1].name}: resume=true continues from it" if whole else "there is none"
         raise OSError(f"the checkpoint of step {step} could not be saved: {error}; {left}") from error
+    mark_best(root, best)
+    prune_checkpoints(root, keep, best)
     return final
 
 
