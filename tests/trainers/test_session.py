@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,10 +154,14 @@ def test_the_best_checkpoint_stays_and_can_be_the_runs_model(model: Path, tmp_pa
     assert result.trained is not None and result.trained.mean_reward == 0.75
     record = read_record(tmp_path)
     assert record is not None and (record["model_step"], record["last_step"]) == (3, 6)
+    # Whoever removes the best one has none until there is another.
+    shutil.rmtree(checkpoints / "step-000003")
+    again = train(model, tmp_path, [0.125], "resume=true", "steps=7", *options)
+    assert again.best is not None and (again.best.step, again.best.value) == (7, 0.125)
     # Without best_metric there is no best one any more, and the next save removes its checkpoint.
-    train(model, tmp_path, [0.0], "resume=true", "steps=7", "checkpoint={every: 7, keep: 1}")
+    train(model, tmp_path, [0.0], "resume=true", "steps=8", "checkpoint={every: 8, keep: 1}")
     assert not (checkpoints / "best").is_symlink()
-    assert [path.name for path in list_checkpoints(checkpoints)] == ["step-000007"]
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step-000008"]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def save_checkpoint(
 
     Raises `OSError`, saying what is left, where it cannot be written: the older ones stay.
     """
-    final = root / f"step-{step:06d}"
+    final = checkpoint_folder(root, step)
     try:
         with new_folder(final) as folder:
             write(folder)
@@ -120,10 +120,12 @@ def save_checkpoint(
 
 def mark_best(root: Path, step: int | None) -> None:
     """Makes the link `best` point to the checkpoint of a step; None: there is no best one."""
-    link, name = root / BEST_LINK, None if step is None else f"step-{step:06d}"
-    if name is None:
+    link = root / BEST_LINK
+    if step is None:
         link.unlink(missing_ok=True)
-    elif not link.is_symlink() or link.readlink() != Path(name):
+        return
+    name = checkpoint_folder(root, step).name
+    if not link.is_symlink() or link.readlink() != Path(name):
         put_link(link, name)
 
 
@@ -140,6 +142,11 @@ def list_checkpoints(root: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return root / f"step-{step:06d}"
 
 
 def checkpoint_step(folder: Path) -> int:
