@@ -110,7 +110,7 @@ def test_every_row_of_a_mixed_batch_has_the_bits_that_it_has_alone(
         assert_same_samples([together[index]], alone)
 
 
-def test_an_rounded_engine_applies_the_adapter_to_its_rounded_weights(world: World) -> None:
+def test_an_int8_engine_applies_the_adapter_to_its_rounded_weights(world: World) -> None:
     llm = world.engine(quantization="int8")
     output = llm.generate(PROMPTS[0], PARAMS, lora_request=world.requests["a"])[0]
     expected = sampled_reference(world.a, PROMPTS[0], output.outputs[0].token_ids)  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ def test_a_healthy_run_diagnoses_nothing_and_a_threshold_of_none_never_does(mode
     assert run_with_fault(off, trainer_temperature=1.0) == []
 
 
-def test_an_rounded_engine_is_told_to_round_and_not_asked_about_again(model: Path, tmp_path: Path) -> None:
+def test_an_int8_engine_is_told_to_round_and_not_asked_about_again(model: Path, tmp_path: Path) -> None:
     int8 = ("engine.kv_cache_dtype=int8", "algorithm.recompute_logprobs=true")
     config = configuration(model, tmp_path, "steps=3", "tracking.diagnose_every=1", *int8)
     run(config, reward_functions=[low_ids], train=[Example(text) for text in TEXTS])

@@ -143,7 +143,7 @@ class GRPOTrainer:
     def restore(self, folder: Path, step: int) -> None:
         """Goes on from a checkpoint, which is of `step`: its weights are the engine's policy of that version."""
         with self.ranks.calling("restore", folder, step):
-            self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank))
+            self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank, self.ranks.size))
             self.update_engine(step)
 
     def state_dict(self) -> dict[str, Any]:
