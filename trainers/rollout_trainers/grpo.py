@@ -46,7 +46,7 @@ from rollout_trainers.metrics import (
 )
 from rollout_trainers.mismatch import Finding, MismatchWatch, examine
 from rollout_trainers.objective import MicroBatchLoss, micro_batch_loss
-from rollout_trainers.optimizer import Optimizer, learning_rate
+from rollout_trainers.optimizer import MasterAdamW, Optimizer, learning_rate
 from rollout_trainers.packing import PackedBatch, pack_micro_batches
 from rollout_trainers.padding import padded_micro_batches
 from rollout_trainers.policy import Policy
