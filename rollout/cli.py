@@ -1,4 +1,4 @@
-"""The command `rollout`: train, export, generate, bench, doctor."""
+"""The command `rollout`: train, export, report, dashboard, generate, bench, doctor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rollout.errors import RolloutError
 COMMANDS = {
     "train": ("rollout.commands.train", "train a model with a recipe"),
     "export": ("rollout.commands.export", "write a trained model as a folder that transformers and vLLM load"),
+    "report": ("rollout.commands.report", "write the report of a run, or compare several"),
+    "dashboard": ("rollout.commands.dashboard", "make a workspace in Weights & Biases"),
     "generate": ("rollout.commands.generate", "sample from a model"),
     "bench": ("rollout.commands.bench", "measure tokens per second on workload files"),
     "doctor": ("rollout.commands.doctor", "say what this machine has and which kernels would run"),

@@ -19,9 +19,13 @@ from safetensors.torch import load_file
 from rollout import LLM, SamplingParams
 from rollout.weights.receipt import parameters_fingerprint
 from rollout_trainers.recipe import config_from_values
-from rollout_trainers.rewards import math_verify_reward
+from rollout_trainers.rewards import final_number_reward, math_verify_reward
+from rollout_trainers.run import run
 from rollout_trainers.tasks import make_task
+from rollout_trainers.tracking import read_json_lines
+from rollout_trainers.types import Example
 from tests.support.drafters import make_medusa
+from tests.support.reward_models import make_reward_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -124,3 +128,31 @@ def test_the_recipe_about_data_makes_a_task(tmp_path: Path, monkeypatch: pytest.
     task = make_task(config.task)
     assert task.rewards == (math_verify_reward,)
     assert sorted(example.columns["answer"] for example in (*task.train, *task.evaluation)) == list("02468")
+
+
+def test_the_code_about_reward_models_runs(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    page = ROOT / "docs" / "algorithms.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    recipes = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (recipe,) = [text for text in recipes if "reward_model:" in text]
+    assert "path/to/a/sequence/classifier" in block
+    classifier = make_reward_model(tmp_path / "classifier")
+    values = {
+        "model": str(tiny_model(tokenizer=True)),
+        "output_dir": str(tmp_path / "run"),
+        "steps": 1,
+        "engine": {"kv_cache_memory": "2 MiB"},
+        "sampling": {"max_tokens": 6},
+        "algorithm": {"group_size": 2, "prompts_per_step": 2},
+        "loss": {"algorithm": "ppo"},
+        "tracking": {"wandb": "disabled"},
+    }
+    train = [Example(f"{number} + 1 =", {"answer": str(number + 1)}) for number in range(4)]
+    names = {"run": run, "config": config_from_values(values), "final_number_reward": final_number_reward}
+    code = block.replace("path/to/a/sequence/classifier", str(classifier))
+    exec(compile(code, str(page), "exec"), {**names, "train": train})
+    (row,) = [row for row in read_json_lines(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    both = row["rewards/final_number_reward/mean"] + row["rewards/RewardModel/mean"]
+    assert row["reward"] == pytest.approx(both, rel=1e-5) and row["rewards/RewardModel/std"] > 0
+    named = config_from_values({**values, **yaml.safe_load(recipe)})
+    assert named.reward_model.weight == 0.5

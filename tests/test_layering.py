@@ -18,10 +18,12 @@ LAYERS = {
     "rollout_trainers": ROOT / "trainers" / "rollout_trainers",
 }
 ORDER = tuple(LAYERS)
-# The command line is the one place that hands over to a layer above: `rollout train` starts the trainers, by name, and
-# `rollout export` knows their runs.
+# The command line is the one place that hands over to a layer above: it starts what the trainers do, by name.
 UPWARD_IMPORTS = {
     (ROOT / "rollout/commands/train.py", "rollout_trainers.run"),
+    (ROOT / "rollout/commands/report.py", "rollout_trainers.report"),
+    (ROOT / "rollout/commands/report.py", "rollout_trainers.comparison"),
+    (ROOT / "rollout/commands/dashboard.py", "rollout_trainers.workspace"),
     (ROOT / "rollout/commands/export.py", "rollout_trainers.export"),
 }
 

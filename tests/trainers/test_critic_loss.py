@@ -18,13 +18,19 @@ from tests.support.samples import make_sample
 
 EOS = 2
 COMPLETIONS = ([5, 6, 7, EOS], [9], [5, EOS, 6], [], [5, 6, 7, 8, 9])  # EOS at the end, in the middle, nowhere
+GIVEN = [EOS, 4]
 WIDTH, MAX_TOKENS = 7, 8
 
 
-def samples() -> list[Sample]:
+def samples(of_episodes: bool = False) -> list[Sample]:
+    """With `of_episodes` an environment has said something after each sample's first token."""
     generator = np.random.default_rng(1)
     made = [make_sample([1, 3], tokens) for tokens in COMPLETIONS]
     for sample in made:
+        if of_episodes and sample.num_tokens > 1:
+            first, *rest = sample.completion_token_ids
+            sample.completion_token_ids = [first, *GIVEN, *rest]
+            sample.loss_mask = np.array([True, *[False] * len(GIVEN), *[True] * len(rest)])
         sample.values = generator.normal(size=sample.num_tokens).astype(np.float32)
         sample.returns = generator.normal(size=sample.num_tokens).astype(np.float32)
     return made
@@ -76,10 +82,11 @@ def loop(of: list[Sample], theta: torch.Tensor, aggregation: str, clip: float | 
 # cases TR-01, TR-03
 @pytest.mark.parametrize("clip", [None, 0.2, 10.0])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("of_episodes", [False, True])
 def test_loss_and_gradient_for_any_split_are_those_of_the_loop_and_padding_has_none(
-    aggregation: Any, clip: float | None
+    of_episodes: bool, aggregation: Any, clip: float | None
 ):
-    of = samples()
+    of = samples(of_episodes)
     section = LossSection("ppo", aggregation=aggregation)
     theta = new_values(of)
     expected = loop(of, theta, aggregation, clip)
@@ -92,7 +99,7 @@ def test_loss_and_gradient_for_any_split_are_those_of_the_loop_and_padding_has_n
     for row, sample in zip(gradient, of, strict=True):
         assert not row[sample.num_tokens :].any()
     for sample in of:  # the ids themselves play no part
-        sample.completion_token_ids = [EOS] * sample.num_tokens
+        sample.completion_token_ids = [EOS] * len(sample.completion_token_ids)
     assert ours(of, theta, section, clip, 1000, 1)[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 

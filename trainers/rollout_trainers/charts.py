@@ -1,15 +1,22 @@
-"""Line charts as inline SVG, and the reward curve as a PNG."""
+"""Charts as inline SVG, whose colours are the page's and whose values show under the pointer; the reward as a PNG."""
 
 from __future__ import annotations
 
 import html
+import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from rollout_trainers.histograms import Histogram, rebin
 
 Points = Sequence[tuple[float, float]]
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 240, 52, 12, 30, 30
+
+_MOST_POINTS = 400  # of a line
+_MOST_COLUMNS, _MOST_ROWS = 60, 24  # of a heat map
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -28,32 +35,139 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
+def thin(points: Points, most: int = _MOST_POINTS) -> Points:
+    """At most `most` of the points: of each stretch its lowest and its highest, so that no spike is lost."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(2 * len(points) / most)
+    kept = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+class _Frame:
+    """Title and axes of a chart, and where its values stand."""
+
+    def __init__(self, title: str, xs: Sequence[float], ys: Sequence[float], series: Mapping[str, Points]) -> None:
+        """With ticks at `xs` (none: the horizontal axis has labels of its own) and `ys`. The page's script shows the
+        values of `series` beside the pointer."""
+        self._xs, self._ys = xs, ys
+        name = html.escape(title)
+        data = ""
+        if series:
+            values = html.escape(json.dumps(list(series.items())))
+            data = f' data-series="{values}" data-across="{LEFT} {WIDTH - RIGHT} {xs[0]:g} {xs[-1]:g}"'
+        self.parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}"{data}>']
+        self.parts.append(f'<text x="{LEFT}" y="14" class="title">{name}</text>')
+        for y in ys:
+            at = f'y1="{self.up(y):.1f}" y2="{self.up(y):.1f}"'
+            self.parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" {at} class="grid"/>')
+            self.parts.append(f'<text x="{LEFT - 6}" y="{self.up(y) + 3:.1f}" text-anchor="end">{y:g}</text>')
+        for x in xs:
+            place = f'x="{self.across(x):.1f}" y="{HEIGHT - BOTTOM + 16}"'
+            self.parts.append(f'<text {place} text-anchor="middle">{x:g}</text>')
+
+    def across(self, x: float) -> float:
+        return LEFT + (x - self._xs[0]) / (self._xs[-1] - self._xs[0]) * (WIDTH - LEFT - RIGHT)
+
+    def up(self, y: float) -> float:
+        return HEIGHT - BOTTOM - (y - self._ys[0]) / (self._ys[-1] - self._ys[0]) * (HEIGHT - TOP - BOTTOM)
+
+    def corners(self, points: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{self.across(x):.1f},{self.up(y):.1f}" for x, y in points)
+
+    def legend(self, names: Sequence[tuple[str, int]]) -> None:
+        """Names with the numbers of their colours."""
+        place = LEFT
+        for name, index in names:
+            self.parts.append(f'<text x="{place}" y="26" style="fill:{_color(index)}">{html.escape(name)}</text>')
+            place += 7 * len(name) + 14
+
+    def end(self) -> str:
+        return "".join(self.parts) + "</svg>"
+
+
+def _color(index: int) -> str:
+    return f"var(--c{index % len(COLORS)})"
+
+
 def line_chart(title: str, series: Mapping[str, Points], faint: Sequence[str] = ()) -> str:
     """An SVG chart of named series; those in `faint` are drawn pale and without an entry in the legend."""
+    series = {name: thin(line) for name, line in series.items() if line}
     points = [point for line in series.values() for point in line]
     if not points:
         return ""
-    xs, ys = axis_ticks(*_range(point[0] for point in points)), axis_ticks(*_range(point[1] for point in points), 4)
-
-    def across(x: float) -> float:
-        return LEFT + (x - xs[0]) / (xs[-1] - xs[0]) * (WIDTH - LEFT - RIGHT)
-
-    def up(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - ys[0]) / (ys[-1] - ys[0]) * (HEIGHT - TOP - BOTTOM)
-
-    parts = _frame(title, ys, up)
-    for x in xs:
-        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
-    legend = LEFT
+    low, high = _range(point[1] for point in points)
+    if low == high:  # a flat line stands above 0, or below
+        low, high = min(0.0, low), max(0.0, high) or float(low == 0.0)
+    xs, ys = axis_ticks(*_range(point[0] for point in points)), axis_ticks(low, high, 4)
+    frame = _Frame(title, xs, ys, series)
     for index, (name, line) in enumerate(series.items()):
-        color = COLORS[index % len(COLORS)]
-        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
-        opacity = "0.3" if name in faint else "1"
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6" opacity="{opacity}"/>')
-        if name not in faint and len(series) > 1:
-            parts.append(f'<text x="{legend}" y="26" fill="{color}">{html.escape(name)}</text>')
-            legend += 7 * len(name) + 14
-    return "".join(parts) + "</svg>"
+        look = f'style="stroke:{_color(index)}" opacity="{0.3 if name in faint else 1}"'
+        if len(line) == 1:
+            x, y = line[0]
+            place = f'cx="{frame.across(x):.1f}" cy="{frame.up(y):.1f}"'
+            frame.parts.append(f'<circle {place} r="2" fill="none" {look}/>')
+        frame.parts.append(f'<polyline points="{frame.corners(line)}" fill="none" stroke-width="1.6" {look}/>')
+    if len(series) > 1:
+        frame.legend([(name, index) for index, name in enumerate(series) if name not in faint])
+    return frame.end()
+
+
+def area_chart(title: str, series: Mapping[str, Points]) -> str:
+    """An SVG chart of named series that stand on one another. A place that one of them lacks counts as 0 there."""
+    series = {name: line for name, line in series.items() if line}
+    places = sorted({x for line in series.values() for x, _ in line})
+    if not places:
+        return ""
+    values = {name: dict(line) for name, line in series.items()}
+    kept = [x for x, _ in thin([(x, sum(line.get(x, 0.0) for line in values.values())) for x in places])]
+    tops = [[0.0] * len(kept)]
+    for line in values.values():
+        tops.append([below + max(0.0, line.get(x, 0.0)) for below, x in zip(tops[-1], kept, strict=True)])
+    shown = {name: [(x, line[x]) for x in kept if x in line] for name, line in values.items()}
+    frame = _Frame(title, axis_ticks(*_range(kept)), axis_ticks(0.0, max(tops[-1]), 4), shown)
+    for index, (below, above) in enumerate(itertools.pairwise(tops)):
+        outline = [*zip(kept, above, strict=True), *zip(reversed(kept), reversed(below), strict=True)]
+        frame.parts.append(f'<polygon points="{frame.corners(outline)}" style="fill:{_color(index)}" opacity="0.75"/>')
+    frame.legend([(name, index) for index, name in enumerate(series)])
+    return frame.end()
+
+
+def heat_map(title: str, histograms: Sequence[tuple[float, Histogram]]) -> str:
+    """An SVG chart of histograms by step: the darker, the more of the step's values are there."""
+    if not histograms:
+        return ""
+    low = min(each.low for _, each in histograms)
+    high = max(each.edges[-1] for _, each in histograms)
+    finest = min(each.width for _, each in histograms)
+    rows = max(1, min(_MOST_ROWS, round((high - low) / finest)))
+    height = (high - low) / rows
+    size = math.ceil(len(histograms) / _MOST_COLUMNS)
+    columns = [histograms[start : start + size] for start in range(0, len(histograms), size)]
+    ys = axis_ticks(low, high, 4)
+    frame = _Frame(title, [], ys, {})
+    width = (WIDTH - LEFT - RIGHT) / len(columns)
+    for place, column in enumerate(columns):
+        counts = [sum(parts) for parts in zip(*(rebin(each, low, height, rows) for _, each in column), strict=True)]
+        total = sum(counts)
+        steps = f"step {column[0][0]:g}" + (f" to {column[-1][0]:g}" if len(column) > 1 else "")
+        for row, count in enumerate(counts):
+            if count < 1e-9 * total:
+                continue
+            bottom, top = low + row * height, low + (row + 1) * height
+            hint = f"{steps}, {bottom:.4g} to {top:.4g}: {count:.4g} ({count / total:.0%})"
+            box = f'x="{LEFT + place * width:.1f}" y="{frame.up(top):.1f}" width="{width:.1f}"'
+            box += f' height="{frame.up(bottom) - frame.up(top):.1f}"'
+            opacity = f'opacity="{0.08 + 0.92 * math.sqrt(count / total):.2f}"'
+            frame.parts.append(f'<rect {box} style="fill:{_color(0)}" {opacity}><title>{hint}</title></rect>')
+    for place in sorted({0, len(columns) // 2, len(columns) - 1}):
+        at = f'x="{LEFT + (place + 0.5) * width:.1f}" y="{HEIGHT - BOTTOM + 16}"'
+        frame.parts.append(f'<text {at} text-anchor="middle">{columns[place][0][0]:g}</text>')
+    return frame.end()
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], marks: Mapping[str, float] | None = None) -> str:
@@ -63,50 +177,33 @@ def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], marks: Map
         return ""
     marks = marks or {}
     heights = [sum(value for value in parts.values() if value > 0) for parts in bars.values()]
-    ys = axis_ticks(0.0, max([*heights, *marks.values()]), 4)
+    frame = _Frame(title, [], axis_ticks(0.0, max([*heights, *marks.values()]), 4), {})
     width = (WIDTH - LEFT - RIGHT) / len(bars)
-
-    def up(y: float) -> float:
-        return HEIGHT - BOTTOM - y / ys[-1] * (HEIGHT - TOP - BOTTOM)
-
-    pieces = _frame(title, ys, up)
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
     for index, (label, parts) in enumerate(bars.items()):
         left, bottom = LEFT + (index + 0.15) * width, 0.0
-        middle = LEFT + (index + 0.5) * width
-        pieces.append(
-            f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{html.escape(label)}</text>'
-        )
+        at = f'x="{LEFT + (index + 0.5) * width:.1f}" y="{HEIGHT - BOTTOM + 16}"'
+        frame.parts.append(f'<text {at} text-anchor="middle">{html.escape(label)}</text>')
         for name in names:
             value = max(0.0, parts.get(name, 0.0))
-            color = COLORS[names.index(name) % len(COLORS)]
-            height = up(bottom) - up(bottom + value)
+            height = frame.up(bottom) - frame.up(bottom + value)
             hint = f"<title>{html.escape(name)}: {value:.1f}</title>"
-            shape = f'x="{left:.1f}" y="{up(bottom + value):.1f}" width="{0.7 * width:.1f}" height="{height:.1f}"'
-            pieces.append(f'<rect {shape} fill="{color}">{hint}</rect>')
+            shape = f'x="{left:.1f}" y="{frame.up(bottom + value):.1f}" width="{0.7 * width:.1f}" height="{height:.1f}"'
+            frame.parts.append(f'<rect {shape} style="fill:{_color(names.index(name))}">{hint}</rect>')
             bottom += value
         if label in marks:
-            ends = (
-                f'x1="{left:.1f}" x2="{left + 0.7 * width:.1f}" y1="{up(marks[label]):.1f}" y2="{up(marks[label]):.1f}"'
-            )
-            pieces.append(f'<line {ends} stroke="#1f2937" stroke-width="2"/>')
-    legend = LEFT
-    for index, name in enumerate(names):
-        if any(parts.get(name, 0.0) > 0.005 * ys[-1] for parts in bars.values()):
-            color = COLORS[index % len(COLORS)]
-            pieces.append(f'<text x="{legend}" y="26" fill="{color}">{html.escape(name)}</text>')
-            legend += 7 * len(name) + 14
-    return "".join(pieces) + "</svg>"
-
-
-def _frame(title: str, ys: Sequence[float], up: Callable[[float], float]) -> list[str]:
-    """The beginning of a chart: its title, and the lines of its vertical axis."""
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">']
-    parts.append(f'<text x="{LEFT}" y="14" class="title">{html.escape(title)}</text>')
-    for y in ys:
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 3:.1f}" text-anchor="end">{y:g}</text>')
-    return parts
+            y = frame.up(marks[label])
+            ends = f'x1="{left:.1f}" x2="{left + 0.7 * width:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
+            frame.parts.append(f'<line {ends} class="mark"/>')
+    top = max(heights)
+    frame.legend(
+        [
+            (name, index)
+            for index, name in enumerate(names)
+            if any(parts.get(name, 0.0) > 0.005 * top for parts in bars.values())
+        ]
+    )
+    return frame.end()
 
 
 def _range(numbers: Iterable[float]) -> tuple[float, float]:

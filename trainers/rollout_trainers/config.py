@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.config import parse_bytes
+from rollout_trainers.alerts_config import AlertsSection
 from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 from rollout_trainers.critic_config import CriticSection
@@ -33,9 +34,9 @@ class EngineSection:
 
     `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine. `memory_budget`
     (bytes, or text such as "8GiB") is for sampler and trainer together: the KV pool gets what the trainer's measured
-    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. "int8" as `quantization` or
-    `kv_cache_dtype` samples faster from rounded weights or KV (`docs/quantization.md`): the sampler's logprobs then
-    differ from the trainer's, and importance weights correct for that.
+    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. `quantization` "int8" and
+    `kv_cache_dtype` "int8" or "fp8" sample faster from rounded weights or KV (`docs/quantization.md`): the sampler's
+    logprobs then differ from the trainer's, and importance weights correct for that.
     """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -45,7 +46,7 @@ class EngineSection:
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | str | None = None
     memory_budget: int | str | None = None
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
     quantization: Literal["int8"] | None = None
     enable_prefix_caching: bool = True
     sleep: bool = True
@@ -53,7 +54,7 @@ class EngineSection:
     def __post_init__(self) -> None:
         check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
         check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8", "fp8", "fp8_e4m3"))
         check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
             check_integer("engine", "max_model_len", self.max_model_len, 2)
@@ -278,11 +279,16 @@ class TrackingSection:
     """Where metrics go besides the JSON-lines file. `auto` is online where a W&B key is set, and offline elsewhere.
 
     Where `sampling/logp_difference/max` passes `diagnose_above` nats (None: never), the engine says why
-    (`LLM.diagnose`), at most once in `diagnose_every` steps.
+    (`LLM.diagnose`), at most once in `diagnose_every` steps. `entity` to `notes` are W&B's own (None: its defaults).
     """
 
     wandb: WandbMode = "auto"
     project: str = "rollout"
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
     sample_every: int = 5
     samples: int = 16
     diagnose_above: float | None = 1e-3
@@ -290,6 +296,10 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
+        if not isinstance(self.tags, tuple) or not all(
+            isinstance(tag, str) and 1 <= len(tag) <= 64 for tag in self.tags
+        ):
+            fail("tracking", "tags", self.tags, "a list of texts of 1 to 64 characters, W&B's limit")
         check_integer("tracking", "sample_every", self.sample_every, 1)
         check_integer("tracking", "samples", self.samples, 0)
         if self.diagnose_above is not None:
@@ -330,6 +340,7 @@ class RunConfig:
     early_stop: EarlyStopSection = field(default_factory=EarlyStopSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
     def __post_init__(self) -> None:
         for name in ("model", "name", "output_dir"):
@@ -339,11 +350,11 @@ class RunConfig:
         check_integer("run", "seed", self.seed, 0)
         if self.seed > MAX_SEED:
             fail("run", "seed", self.seed, f"at most {MAX_SEED}")
-        int8 = "int8" in (self.engine.quantization, self.engine.kv_cache_dtype)
-        if int8 and not self.algorithm.recompute_logprobs:
+        is_rounded = self.engine.quantization is not None or self.engine.kv_cache_dtype != "auto"
+        if is_rounded and not self.algorithm.recompute_logprobs:
             fail(
                 *("algorithm", "recompute_logprobs", False),
-                "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
+                "true with an engine in int8 or fp8: its logprobs differ from the trainer's, which weights correct",
             )
         self._check_policy()
         self._check_distributed()
@@ -364,9 +375,6 @@ class RunConfig:
             )
         if policy.offload and self.engine.device == "cpu":
             fail("policy", "offload", True, "false with engine.device 'cpu', whose memory is the host's")
-        if policy.offload and self.distributed.is_sharded:
-            kind = self.distributed.kind
-            fail("policy", "offload", True, f"false with distributed.kind {kind!r}, whose optimiser is the library's")
         if policy.offload and not self.engine.sleep:
             fail("policy", "offload", True, "false without engine.sleep: the trainer would make room that nobody takes")
 

@@ -33,6 +33,7 @@ from rollout_trainers.credit import assign_advantages, punish_overlong
 from rollout_trainers.data_parallel import check_same_policy, gathered_samples, make_optimizer
 from rollout_trainers.dynamic_sampling import SampledGroups, sample_until_informative
 from rollout_trainers.evaluation import Evaluation, evaluate_rewards
+from rollout_trainers.histograms import Histogram, step_histograms
 from rollout_trainers.kl_control import KLControl, sequence_kl
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import Denominators
@@ -102,6 +103,7 @@ class GRPOTrainer:
         self.watch = MismatchWatch(config.tracking)
         self.finding: Finding | None = None  # of the last step, where its logprobs differed
         self.reward_metrics: dict[str, list[float]] = {}  # what rewards have logged in the last step
+        self.histograms: dict[str, Histogram] = {}  # of the last step
 
     @property
     def loss(self) -> LossSection:
@@ -204,6 +206,7 @@ class GRPOTrainer:
         metrics |= {"num_tokens": self.num_tokens, "policy_version": step}
         if self.finding is not None:
             metrics |= self.finding.metrics
+        self.histograms = step_histograms(samples, statistics.ratios)
         metrics |= {"perf/sleep_released_gb": self.released_bytes / 2**30}
         return samples, self.ranks.from_main(metrics)  # with rank 0's times and memory
 

@@ -11,6 +11,7 @@ from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import TreatyPlan
 from rollout_trainers.advantages import group_statistics
 from rollout_trainers.corrections import Mismatch
+from rollout_trainers.histograms import NUM_RATIO_BINS
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.objective import MicroBatchLoss
 from rollout_trainers.packing import PackedBatch
@@ -40,6 +41,7 @@ class LearnStatistics:
     clips: list[UpdateClips] = field(default_factory=list)  # one an optimiser step
     kl_sum: float = 0.0
     drift_sum: float = 0.0  # old - new logprobs
+    ratios: np.ndarray = field(default_factory=lambda: np.zeros(NUM_RATIO_BINS, np.int64))  # of the tokens, by bin
     mismatch: list[Mismatch] = field(default_factory=list)  # one a micro-batch, before the first update
     correction: dict[str, float] = field(default_factory=dict)  # where the old logprobs were recomputed
     further: dict[str, float] = field(
@@ -61,6 +63,7 @@ class LearnStatistics:
         clips.num_tokens += batch.num_completion_tokens
         self.kl_sum += micro.kl_sum
         self.drift_sum += micro.drift_sum
+        self.ratios += micro.ratios
         self.num_tokens += batch.num_completion_tokens
         self.num_input_tokens += batch.num_input_tokens
 
@@ -99,6 +102,7 @@ def merge_statistics(parts: Sequence[LearnStatistics]) -> LearnStatistics:
         merged.num_input_tokens += part.num_input_tokens
         merged.kl_sum += part.kl_sum
         merged.drift_sum += part.drift_sum
+        merged.ratios = merged.ratios + part.ratios  # not in place: it is the first part's
         merged.mismatch += part.mismatch
         for clips, more in zip(merged.clips, part.clips, strict=True):
             clips.low += more.low
@@ -171,9 +175,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for name in dict.fromkeys(name for each in notes for name in each.metrics):
         result[name] = float(np.mean([each.metrics[name] for each in notes if name in each.metrics]))
     if "tools/calls" in result:
-        calls = result.pop("tools/calls")
-        result["tools/call_frequency"] = calls
-        result["tools/failure_frequency"] = result.pop("tools/failures") / calls if calls else 0.0
+        calls, failures = result.pop("tools/calls"), result.pop("tools/failures")
+        result |= {"tools/call_frequency": calls, "tools/failure_frequency": failures / calls if calls else 0.0}
     return result
 
 

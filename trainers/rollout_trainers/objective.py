@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from rollout_trainers.histograms import count_ratios
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.losses import ClipCounts, Denominators, kl_estimate, policy_loss, token_weights, value_loss
 from rollout_trainers.packing import PackedBatch
@@ -20,6 +22,7 @@ class MicroBatchLoss:
     clipped: ClipCounts
     kl_sum: float  # k3 estimates of the KL to the reference
     drift_sum: float  # old - new logprobs: an estimate of the KL between the policy that sampled and the new one
+    ratios: np.ndarray  # int64: how many of the tokens' ratios, new to old, are in each of `histograms.py`'s bins
 
 
 def micro_batch_loss(
@@ -46,9 +49,10 @@ def micro_batch_loss(
             losses = losses + section.kl_coefficient * kl
     if section.entropy_coefficient > 0:
         losses = losses - section.entropy_coefficient * entropy
-    drift_sum = float((batch.old_logprobs - logprobs.detach()).double().sum())
+    drift = batch.old_logprobs - logprobs.detach()
+    drift_sum = float(drift.double().sum())
     weights = token_weights(batch.lengths, denominators, section.aggregation)
-    return MicroBatchLoss((losses * weights).sum(), clipped, kl_sum, drift_sum)
+    return MicroBatchLoss((losses * weights).sum(), clipped, kl_sum, drift_sum, count_ratios(-drift))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ _FREE = {
     "checkpoint",
     "tracking",
     "distributed",
+    "alerts",
     "early_stop",
     "evaluation.every",
     "evaluation.at_start",

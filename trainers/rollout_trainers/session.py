@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rollout_trainers.alert_rules import RunFacts
+from rollout_trainers.alerts import AlertWatch
 from rollout_trainers.best import Best, BestWatch
 from rollout_trainers.checkpoint import BEST_LINK, MODEL_FOLDER, mark_best, read_state, save_checkpoint
 from rollout_trainers.config import RunConfig
@@ -21,8 +23,9 @@ from rollout_trainers.mismatch import Finding
 from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, run_settings
 from rollout_trainers.run_record import read_record, write_record
-from rollout_trainers.tracking import ProgressLine, Tracker
+from rollout_trainers.tracking import METRICS_FILE, ProgressLine, Tracker, read_json_lines
 from rollout_trainers.types import Sample, SampleRow
+from rollout_trainers.workspace import write_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Session:
             first_step=self.last_step + 1 if self.last_step else 0,
             wandb_id=wandb_id,
         )
+        self.alerts = AlertWatch(config.alerts, RunFacts.of(config))
+        self.alerts.replay(read_json_lines(self.directory / METRICS_FILE))  # of a run that is resumed
         self.wandb_id = self.tracker.wandb_id or wandb_id
         write_record(self.directory, self._identity(), is_finished=False)
         self._evaluated_at = time.monotonic()
@@ -120,7 +125,8 @@ class Session:
         return self.last_step == self.config.steps or self.early_stop.stopped is not None
 
     def _log(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
-        self.tracker.log(step, metrics)
+        self._log_metrics(step, metrics)
+        self.tracker.log_histograms(step, self.trainer.histograms)
         self.tracker.log_memory(step, self.trainer.memory.measured.values())
         if step % self.config.tracking.sample_every == 0 or step in (1, self.config.steps):
             self.tracker.log_samples(step, self._rows(step, samples, "train"))
@@ -153,6 +159,7 @@ class Session:
         }
         self.tracker.finish({key: value for key, value in summary.items() if key != "config"})
         report = write_report(self.directory, summary)
+        write_workspace(self.directory)
         write_record(self.directory, {**self._identity(), **summary}, is_finished=True)
         for what in (stopped, best):
             if what:
@@ -196,9 +203,17 @@ class Session:
             of = f" on {name}" if name else ""
             self.progress.say(f"{self.config.name}: step {step}: held-out accuracy{of} {evaluation}")
         if metrics:
-            self.tracker.log(step, metrics)
+            self._log_metrics(step, metrics)
         self._evaluated_at = time.monotonic()
         return metrics
+
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """To the trackers, with the alerts that are due."""
+        self.tracker.log(step, metrics)
+        alerts = self.alerts.observe(step, metrics)
+        self.tracker.log_alerts(alerts)
+        for alert in alerts:
+            self.progress.say(f"{self.config.name}: step {step}: {alert.level}: {alert.title}. {alert.text}")
 
     def _tell(self, finding: Finding) -> None:
         self.tracker.log_diagnosis(finding)
@@ -231,6 +246,8 @@ class Session:
                 finish_reason=sample.finish_reason,
                 columns={**sample.example.columns, **sample.logged},
                 split=split,
+                logprob=float(sample.raw_logprobs.mean()) if sample.num_tokens else None,
+                entropy=float(sample.entropy.mean()) if sample.num_tokens else None,
             )
             for sample in samples[: self.config.tracking.samples]
         ]

@@ -15,26 +15,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollout.memory_phases import PhaseMemory
+from rollout_trainers.alerts import Alert
 from rollout_trainers.config import TrackingSection
 from rollout_trainers.durable import write_text
+from rollout_trainers.histograms import Histogram
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.types import SampleRow
+from rollout_trainers.wandb_sink import WandbSink, wandb_mode
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 MEMORY_FILE = "memory.jsonl"
 DIAGNOSES_FILE = "diagnoses.jsonl"
-SAMPLE_COLUMNS = (
-    "step",
-    "prompt",
-    "completion",
-    "reward",
-    "advantage",
-    "num_tokens",
-    "finish_reason",
-    "columns",
-    "split",
-)
+ALERTS_FILE = "alerts.jsonl"
+HISTOGRAMS_FILE = "histograms.jsonl"
 
 
 class Timers:
@@ -55,76 +49,6 @@ class Timers:
 
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
-
-
-def wandb_mode(section: TrackingSection, environment: Mapping[str, str]) -> str:
-    """The mode that W&B runs in. "auto" follows `WANDB_MODE`, else is online where `WANDB_API_KEY` is set."""
-    if section.wandb != "auto":
-        return section.wandb
-    if environment.get("WANDB_MODE"):
-        return environment["WANDB_MODE"]
-    return "online" if environment.get("WANDB_API_KEY") else "offline"
-
-
-class WandbSink:
-    """One W&B run, or with `run_id` the continuation of one. Metrics are plotted against `train/global_step`; samples
-    are an incremental table. What an interrupted run logged after its last checkpoint stays in W&B beside the repeat.
-    """
-
-    def __init__(
-        self,
-        section: TrackingSection,
-        mode: str,
-        name: str,
-        directory: Path,
-        config: Mapping[str, Any],
-        run_id: str | None = None,
-    ) -> None:
-        import wandb  # optional; imported when a run wants it
-
-        self._wandb = wandb
-        self._run = wandb.init(
-            project=section.project,
-            name=name,
-            dir=str(directory),
-            mode=mode,  # type: ignore[arg-type]  # checked by the section, or W&B's own environment variable
-            config=dict(config),
-            id=run_id,
-            resume="allow" if run_id else None,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self._run.define_metric("train/global_step")
-        self._run.define_metric("*", step_metric="train/global_step")
-        self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
-
-    @property
-    def run_id(self) -> str:
-        return self._run.id
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"train/global_step": step, **{_wandb_key(name): value for name, value in metrics.items()}})
-
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        for row in rows:
-            self._table.add_data(*(_cell(value) for value in asdict(row).values()))
-        self._run.log({"train/global_step": step, "completions": self._table})
-
-    def diagnosis(self, step: int, verdict: str, text: str) -> None:
-        self._run.log({"train/global_step": step, "diagnosis/verdict": verdict, "diagnosis/text": text})
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update(dict(summary))
-        self._run.finish()
-
-
-def _wandb_key(name: str) -> str:
-    """TRL's convention: a plain training metric stands under `train/`; those that have a section keep it."""
-    section = name.split("/", 1)[0]
-    return f"train/{name}" if "/" not in name or section in ("completions", "rewards", "clip_ratio") else name
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict) else value
 
 
 class JsonLines:
@@ -187,6 +111,8 @@ class Tracker:
         self._samples = JsonLines(directory / SAMPLES_FILE, first_step)
         self._memory = JsonLines(directory / MEMORY_FILE, first_step)
         self._diagnoses = JsonLines(directory / DIAGNOSES_FILE, first_step)
+        self._alerts = JsonLines(directory / ALERTS_FILE, first_step)
+        self._histograms = JsonLines(directory / HISTOGRAMS_FILE, first_step)
         mode = wandb_mode(section, environment)
         self._wandb = None
         if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
@@ -220,13 +146,30 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.diagnosis(finding.step, finding.verdict, finding.text)
 
+    def log_alerts(self, alerts: Iterable[Alert]) -> None:
+        """To the file, and those that ask for somebody's attention to W&B's alerts."""
+        for alert in alerts:
+            self._alerts.write(asdict(alert))
+            if self._wandb is not None and alert.level != "INFO":
+                self._wandb.alert(alert)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """One record a step, and histograms in W&B."""
+        if not histograms:
+            return
+        self._histograms.write({"step": step, **{name: each.plain() for name, each in histograms.items()}})
+        if self._wandb is not None:
+            self._wandb.histograms(step, histograms)
+
     def sync(self) -> None:
         """Waits until all files are on the disk: before a checkpoint, from which a resumed run takes them on."""
-        for file in (self._metrics, self._samples, self._memory, self._diagnoses):
+        for file in (self._metrics, self._samples, self._memory, self._diagnoses, self._alerts, self._histograms):
             file.sync()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Closes the files and the W&B run; `summary` becomes its summary."""
+        self._alerts.close()
+        self._histograms.close()
         self._metrics.close()
         self._samples.close()
         self._memory.close()

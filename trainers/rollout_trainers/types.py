@@ -176,3 +176,5 @@ class SampleRow:
     finish_reason: str
     columns: dict[str, Any]
     split: str = "train"  # or "held out"
+    logprob: float | None = None  # mean of its tokens' at temperature 1; None: it has none
+    entropy: float | None = None  # mean, of what they were sampled from
