@@ -40,6 +40,7 @@ OPTIONS = {
     "ppo": ("loss.algorithm=ppo",),
     "ahead": ("asynchrony.mode=in_flight", "asynchrony.max_staleness=2", "engine.sleep=false", "steps=2"),
     "tools": ("environment.max_turns=2",),
+    "taught": (),  # by a teacher
 }
 
 
@@ -91,6 +92,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFiles]:
             "optimizer": {"learning_rate": 1e-3},
             "tracking": {"wandb": "disabled"},
         }
+        if name == "taught":
+            values["teacher"] = {"model": str(model)}
         config = config_from_values(values, options)
         if name == "tools":
             run(config, train=TRAIN, environment=Asked)

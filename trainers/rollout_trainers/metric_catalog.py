@@ -150,6 +150,17 @@ CATALOG: tuple[MetricGroup, ...] = (
         ),
     ),
     MetricGroup(
+        "Distillation",
+        "each step with the section `teacher` (`docs/distillation.md`)",
+        (
+            Metric(
+                "teacher/kl", _NATS, "KL of the policy to the teacher: the mean of log policy - log teacher", "last,min"
+            ),
+            Metric("teacher/sequence_kl", "nats a sample", "the same of whole samples", "last,min"),
+            Metric("teacher/logprob", _NATS, "mean logprob of the policy's tokens under the teacher", "last,max"),
+        ),
+    ),
+    MetricGroup(
         "Dynamic sampling",
         "each step, with `loss.dynamic_sampling`",
         (
