@@ -206,9 +206,9 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[str]:
-        """Queues what `resume` would run, and returns an id for each output at once, as `enqueue` does. The whole
-        output that `step` or `wait_for_completion` returns has the request id of the output that was given, and `abort`
-        knows it by that, too: give outputs ids of your own (`dataclasses.replace`).
+        """Queues what `resume` would run, and returns an id for each output at once, as `enqueue` does. The output that
+        `step` or `wait_for_completion` returns has the request id of the one that was given, and `abort` knows it by
+        that: give outputs ids of your own (`dataclasses.replace`).
 
         Raises as `resume` does, and `ValueError` for an output in which no sample is unfinished.
         """
@@ -224,16 +224,20 @@ class LLM:
             return [groups[index].group_id for index in range(len(outputs))]
 
     def peek(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """The outputs of enqueued prompts as they stand, in order of the ids; unfinished samples have no finish reason.
-        Nothing is changed: they go on. `resume` takes such outputs, in another process, say.
-
-        Raises `ValueError` for an id that is not of an enqueued prompt, or was returned already.
-        """
+        """The outputs of enqueued prompts as they stand, in order of the ids; unfinished samples have no finish reason,
+        and go on. `resume` takes such outputs, in another process, say. Raises `ValueError` for an unknown id."""
         with self._lock:
-            unknown = [request_id for request_id in request_ids if request_id not in self._enqueued]
-            if unknown:
-                raise ValueError(f"request_ids holds {unknown[0]!r}, which is no prompt that is enqueued")
-            return [self._enqueued[request_id].output(self._tokenizer) for request_id in request_ids]
+            return [group.output(self._tokenizer) for group in self._enqueued_groups(request_ids)]
+
+    def num_output_tokens(self, request_ids: Collection[str]) -> list[list[int]]:
+        """How many tokens each sample of these enqueued prompts has by now."""
+        with self._lock:
+            return [group.num_output_tokens() for group in self._enqueued_groups(request_ids)]
+
+    def _enqueued_groups(self, request_ids: Collection[str]) -> list[Group]:
+        for unknown in set(request_ids) - self._enqueued.keys():
+            raise ValueError(f"request_ids holds {unknown!r}, which is no prompt that is enqueued")
+        return [self._enqueued[request_id] for request_id in request_ids]
 
     def fork(
         self,

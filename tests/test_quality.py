@@ -57,7 +57,7 @@ def test_both_sides_train_the_recipe_and_are_scored_by_the_same_evaluator(
     monkeypatch.setenv("WANDB_MODE", "disabled")
     theirs, ours, quality = script("quality_trl.py"), script("quality_ours.py"), script("quality.py")
     task = replace(make_task(config.task), rewards=(share_of_low_ids,))
-    theirs["train"](config, task, tmp_path / "trl", False, 2)
+    theirs["train"](config, task, tmp_path / "trl", bf16=True, batch_size=2)
     ours["train"](config, task, tmp_path / "rollout")
     before = load_file(tmp_path / "model" / "model.safetensors")
     for side in ("trl", "rollout"):
@@ -79,7 +79,7 @@ def test_trl_is_told_what_the_recipe_says(config: RunConfig, tmp_path: Path, mon
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     theirs = script("quality_trl.py")
-    arguments = theirs["arguments"](config, tmp_path, False, 2)
+    arguments = theirs["arguments"](config, tmp_path, bf16=True, batch_size=2)
     assert arguments.generation_batch_size == 2 * 2 == 2 * arguments.gradient_accumulation_steps
     assert (arguments.num_generations, arguments.max_completion_length, arguments.temperature) == (2, 6, 1.0)
     assert (arguments.beta, arguments.epsilon, arguments.loss_type, arguments.num_iterations) == (0.0, 0.2, "dapo", 1)
@@ -96,7 +96,7 @@ def test_trl_is_told_what_the_recipe_says(config: RunConfig, tmp_path: Path, mon
         course.step()
     other = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["loss.algorithm=dr_grpo"])
     with pytest.raises(ValueError, match="only 'grpo_token'"):
-        theirs["arguments"](other, tmp_path, False, 2)
+        theirs["arguments"](other, tmp_path, bf16=True, batch_size=2)
 
 
 def made_lines() -> list[dict[str, Any]]:

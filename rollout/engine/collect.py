@@ -103,6 +103,11 @@ class Group:
             cache_salt=leader.cache_salt,
         )
 
+    def num_output_tokens(self) -> list[int]:
+        """Of each sample, as it stands; the lengths of those of a resumed output that had ended come last."""
+        ended = [] if self.resumes is None else [each for each in self.resumes.outputs if not is_unfinished(each)]
+        return [sample.num_output_tokens for sample in self.samples] + [len(each.token_ids) for each in ended]
+
     def completion(
         self, index: int, tokenizer: PreTrainedTokenizerBase | None, first: int = 0, text: str | None = None
     ) -> CompletionOutput:

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from rollout.config import EngineConfig
-from rollout.core.scheduler import Scheduler, SchedulerConfig
 from rollout.engine.garbage import collection_paused
 from rollout.engine.lock import FairLock
+from rollout.engine.make_scheduler import make_scheduler
 from rollout.engine.profile import StepProfile, profile
 from rollout.engine.sleep_arguments import TAGS, check_sleep, check_tags
 from rollout.errors import (
@@ -43,9 +43,7 @@ from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
 from rollout.request import FinishReason, Request
-from rollout.sampling.guide import GrammarGuide
 from rollout.sampling_params import SamplingParams
-from rollout.speculation.drafters import make_speculation
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
 from rollout.weights.receipt import Receipt, make_receipt, verify_receipt, with_adapters
@@ -90,25 +88,7 @@ class EngineCore:
             raise ValueError(f"max_model_len={config.max_model_len} is not valid: the model was made for {longest}")
         self.max_model_len: int = config.max_model_len or longest
         self.vocab_size: int = shape.vocab_size
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=self.max_model_len,
-                block_size=config.block_size,
-                num_blocks=self._worker.pool.num_blocks,
-                num_host_blocks=self._worker.pool.num_host_blocks,
-                enable_prefix_caching=config.enable_prefix_caching,
-                policy=config.scheduling_policy,
-                preemption_mode=config.preemption_mode,
-                num_draft_blocks=self._worker.num_draft_blocks,
-            ),
-            make_speculation(
-                config.speculative_config,
-                GrammarGuide(lambda: self._worker.grammars),
-                can_have_alternatives=self._worker.can_have_alternatives,
-            ),
-        )
+        self.scheduler = make_scheduler(config, self.max_model_len, self._worker)
         memory = self._worker.adapters
         self._adapters = None if memory is None else AdapterManager(memory, self._slots_in_use)
         self.counters = EngineCounters()

@@ -1,11 +1,12 @@
 """Step time and staleness of each mode of asynchrony, on the same recipe.
 
-    .venv/bin/python scripts/bench/asynchrony.py [--steps 8] [--modes NAME ...]    recipes/quickstart.yaml, SmolLM2
+    .venv/bin/python scripts/bench/asynchrony.py [--steps 9] [--modes NAME ...]    recipes/quickstart.yaml, SmolLM2
     .venv/bin/python scripts/bench/asynchrony.py --recipe FILE [key=value ...]     another one, or other values
 
 One run a mode, one after the other, without evaluations and checkpoints. Medians over the steps but for the first two,
-in which the engine warms up and the first batch has nobody who samples it meanwhile. Prints one JSON line a mode, then
-a table for docs/asynchrony.md. Sampler and trainer share the cores, so that only what one leaves idle is won.
+in which the engine warms up and the first batch has nobody who samples it meanwhile, and the last, in which nothing is
+sampled ahead. Prints one JSON line a mode, then a table for docs/asynchrony.md. Sampler and trainer share the cores, so
+that only what one leaves idle is won.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("overrides", nargs="*", help="key=value, for all modes")
     parser.add_argument("--recipe", type=Path, default=RECIPE)
-    parser.add_argument("--steps", type=int, default=8, help="of each run (at least 3)")
+    parser.add_argument("--steps", type=int, default=9, help="of each run (at least 4)")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), metavar="NAME")
     args = parser.parse_args()
-    if args.steps <= NUM_WARM_UP:
-        parser.error(f"--steps {args.steps} leaves nothing to measure: the first {NUM_WARM_UP} warm up")
+    if args.steps <= NUM_WARM_UP + 1:
+        parser.error(
+            f"--steps {args.steps} leaves nothing to measure: the first {NUM_WARM_UP} and the last do not count"
+        )
     return args
 
 
@@ -75,7 +78,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         config = load_recipe(args.recipe, [*fixed, *args.overrides, *MODES[name]])
         run(config, task=make_task(config.task))
         rows = [row for row in read_json_lines(Path(folder) / METRICS_FILE) if "reward" in row]
-    return {"mode": name, **summary(rows[NUM_WARM_UP:])}
+    return {"mode": name, **summary(rows[NUM_WARM_UP:-1])}
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     for command in (training, scoring):
         command.add_argument("--work", type=Path, default=ROOT / "runs" / "quality", help="(default: runs/quality)")
     for command in (training, timing):
-        command.add_argument("--trl-options", default="--bf16", metavar="TEXT", help="(default: --bf16)")
+        command.add_argument("--trl-options", default="", metavar="TEXT", help="of quality_trl.py: --float32")
     for command in (scoring, timing):
         command.add_argument("--output", type=Path, default=OUTPUT)
     return parser.parse_args()

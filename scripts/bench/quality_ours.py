@@ -17,7 +17,6 @@ from pathlib import Path
 from rollout import LLM
 from rollout.models.pretrained import resolve_model
 from rollout_trainers import RunConfig, Task
-from rollout_trainers.checkpoint import save_model
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.producer import RolloutProducer
@@ -54,7 +53,7 @@ def train(config: RunConfig, task: Task, output_dir: Path) -> None:
         every = config.evaluation.every
         if step == config.steps or (every and step % every == 0):
             folder = output_dir / f"step-{step}"
-            save_model(folder, trainer.policy.model.named_parameters(), resolve_model(config.model))
+            trainer.policy.save(folder, resolve_model(config.model))
 
 
 def make_trainer(config: RunConfig, task: Task) -> GRPOTrainer:

@@ -3,10 +3,10 @@
     .venv/bin/python scripts/bench/quality_trl.py recipes/quickstart.yaml OUTPUT_DIR steps=30 [seed=1 ...]
 
 Everything that the recipe says is set to the same: the questions of every step and their order, samples, loss (TRL's
-"dapo" divides by all tokens of the step, as our token mean does), AdamW, learning rate and its course. The weights are
-float32, TRL's default; `--bf16` adds autocast to bfloat16 to the training pass (also TRL's default, and slower on
-this kind of machine; it never applies to generation). Writes OUTPUT_DIR/steps.jsonl, a line a step, and the model
-after every `evaluation.every` steps and the last. Saving is not in the seconds; `processor_seconds` are of all threads.
+"dapo" divides by all tokens of the step, as our token mean does), AdamW, learning rate and its course. Weights are
+float32 under autocast to bfloat16, TRL's default, for sampling and training alike; `--float32` leaves autocast out.
+Writes OUTPUT_DIR/steps.jsonl, a line a step, and the model after every `evaluation.every` steps and the last. Saving is
+not in the seconds; `processor_seconds` are of all threads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rollout_trainers.tasks import make_task
 def main() -> None:
     args = parse_arguments()
     config = load_recipe(args.recipe, args.overrides)
-    train(config, make_task(config.task), args.output_dir, args.bf16, args.batch_size)
+    train(config, make_task(config.task), args.output_dir, not args.float32, args.batch_size)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as `rollout train` takes them")
-    parser.add_argument("--bf16", action="store_true", help="autocast in the training pass")
+    parser.add_argument("--float32", action="store_true", help="without autocast to bfloat16")
     parser.add_argument("--batch-size", type=int, default=16, help="samples of a backward pass (default: 16)")
     return parser.parse_args()
 

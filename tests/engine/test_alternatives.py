@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import rollout.engine.core
+import rollout.engine.make_scheduler
 import rollout_kernels
 from rollout import LLM, RequestOutput, SamplingParams
 from rollout.core.speculation import Guess, Speculation
@@ -101,7 +101,7 @@ def test_tokens_and_arrays_are_those_without_guesses(
         )
         return None if config is None else guessing
 
-    monkeypatch.setattr(rollout.engine.core, "make_speculation", make)
+    monkeypatch.setattr(rollout.engine.make_scheduler, "make_speculation", make)
     llm = LLM(folder, speculative_config={"method": "suffix"}, **options)
     found = llm.generate(prompts, params)
     for one, other in zip(found, wanted, strict=True):

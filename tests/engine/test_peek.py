@@ -41,6 +41,7 @@ def test_what_is_seen_on_the_way_is_the_beginning_of_what_comes(folder: Path, wh
         llm.step()
     seen = llm.peek(ids)
     assert [output.request_id for output in seen] == ids
+    assert llm.num_output_tokens(ids) == [[len(sample.token_ids) for sample in output.outputs] for output in seen]
     for output, end in zip(seen, whole, strict=True):
         for sample, last in zip(output.outputs, end.outputs, strict=True):
             assert sample.finish_reason is None
@@ -62,6 +63,7 @@ def test_what_was_seen_goes_on_in_another_engine_under_ids_of_the_callers_own(fo
     again = other.enqueue_resume(seen, PARAMS)
     assert len({*again, *busy}) == 3
     assert [output.request_id for output in other.peek(again)] == ["mine-0", "mine-1"]
+    assert other.num_output_tokens(again) == llm.num_output_tokens(ids)
     ended: dict[str, RequestOutput] = {}
     while len(ended) < 2:
         ended |= {output.request_id: output for output in other.step(again)}

@@ -207,7 +207,7 @@ def test_three_tokens_have_the_targets_joint_distribution(
         return Adversary(wanted) if kind == "adversary" else NgramDrafter(1, 5)
 
     speculation = Steady(None if kind in MODELS else drafter, num_guesses)
-    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda *_, **__: speculation)
+    monkeypatch.setattr("rollout.engine.make_scheduler.make_speculation", lambda *_, **__: speculation)
     config: dict[str, Any] = {**NGRAM, "verification": verification}
     if kind in MODELS:
         config |= {"method": MODELS[kind][0], "model": str(folder / MODELS[kind][1]), "num_speculative_tokens": 3}
@@ -342,7 +342,8 @@ def test_a_stop_ends_a_sample_within_an_accepted_run(
     asked = params(temperature=temperature, top_k=1)
     whole = plain.generate(PROMPTS[1], asked)[0].outputs[0].token_ids
     knowing = Knowing([*PROMPTS[1], *whole])
-    monkeypatch.setattr("rollout.engine.core.make_speculation", lambda *_, **__: Steady(lambda request: knowing, 5))
+    steady = Steady(lambda request: knowing, 5)
+    monkeypatch.setattr("rollout.engine.make_scheduler.make_speculation", lambda *_, **__: steady)
     llm = make(writer, NGRAM)
     place = next(i for i in range(3, 40) if whole.index(whole[i]) == i)
     for cap in (place, place + 1, place + 2):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-import rollout.engine.core
+import rollout.engine.make_scheduler
 from rollout import (
     LLM,
     LogitsBatch,
@@ -149,7 +149,7 @@ def patched(guesses: Guesses) -> Iterator[None]:
         return Undeterred(lambda request: Guesser(guesses, request), MOST, 1000, rate=1.0, guide=known)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout.engine.core, "make_speculation", make)
+        patch.setattr(rollout.engine.make_scheduler, "make_speculation", make)
         yield
 
 

@@ -214,6 +214,14 @@ def test_stale_samples_excuse_some_of_a_mismatch_and_are_named_as_its_cause():
     assert "1 policy versions behind" in clipped[0].text
 
 
+def test_equal_rewards_are_no_matter_where_a_teacher_says_what_to_learn():
+    rows = course(lambda step: {"frac_reward_zero_std": 1.0, "reward": 0.0})
+    assert [alert.name for alert in tell(rows)] == ["no_learning_signal"]
+    assert tell(rows, replace(FACTS, learns_from_rewards=False)) == []
+    config = config_from_values({"model": "any", "teacher": {"model": "another"}})
+    assert not RunFacts.of(config).learns_from_rewards
+
+
 def test_without_a_limit_or_without_alerts_nothing_is_told():
     rows = course(lambda step: {"entropy": 0.001 if step > 10 else 1.0})
     assert [alert.name for alert in tell(rows)] == ["entropy_collapse"]

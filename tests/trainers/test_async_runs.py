@@ -68,8 +68,8 @@ def samplers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_run_learns_from_samples_within_the_bound(name: str, model: Path, tmp_path: Path):
-    rows = train(model, tmp_path, "steps=10", "evaluation.every=4", *MODES[name])
-    assert [row["policy_version"] for row in rows] == list(range(1, 11))
+    rows = train(model, tmp_path, "steps=7", "evaluation.every=3", *MODES[name])
+    assert [row["policy_version"] for row in rows] == list(range(1, 8))
     assert all(row["staleness/max"] <= BOUNDS.get(name, 2) for row in rows)
     assert max(row["staleness/max"] for row in rows) >= 1
     own = [row for row in rows if row["sampling/logp_difference/num_tokens"] > 0]
@@ -77,7 +77,7 @@ def test_a_run_learns_from_samples_within_the_bound(name: str, model: Path, tmp_
     assert all(row["sampling/logp_difference/max"] == 0.0 for row in own)  # the others are not compared
     assert any(row["ppo_kl"] != 0 for row in rows)  # the loss has a ratio to correct what is behind
     ahead = [row for row in rows if "async/idle_seconds/trainer" in row]
-    assert len(ahead) == (10 if "engine.sleep=false" in MODES[name] else 0)
+    assert len(ahead) == (7 if "engine.sleep=false" in MODES[name] else 0)
     assert all(row["async/idle_seconds/trainer"] >= 0 <= row["async/idle_seconds/sampler"] for row in ahead)
     assert all(row["perf/gen_tokens_per_s"] >= 0 for row in rows)
     assert rows[-1]["async/groups_waiting"] == rows[-1]["async/groups_in_flight"] == 0
@@ -123,7 +123,17 @@ def test_other_algorithms_run_ahead_as_well(mode: str, option: str, model: Path,
         assert all(row["dynamic_sampling/groups_sampled"] >= 2 for row in rows)
 
 
-@pytest.mark.parametrize("mode", ["one step off", "one step off, over-sampled", "in flight", "over-sampled"])
+@pytest.mark.parametrize("kind", [("policy.kind=transformers",), ("policy.kind=transformers", "policy.lora.rank=4")])
+def test_a_policy_of_transformers_learns_while_the_engine_samples(kind: tuple[str, ...], model: Path, tmp_path: Path):
+    rows = train(model, tmp_path, *kind, "algorithm.recompute_logprobs=true", *MODES["one step off"])
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 1]
+    assert 0 < rows[0]["sampling/logp_difference/max"] < 0.2  # bfloat16 in another implementation
+    assert rows[2]["sampling/logp_difference/num_tokens"] == 0
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one step off, over-sampled", "in flight", "over-sampled"])
 def test_a_resumed_run_goes_on_with_what_was_on_its_way(mode: str, model: Path, tmp_path: Path):
     """Where the clock has no say, it is the unbroken run: a step ahead, and with over-sampling."""
     options = ("steps=6", "checkpoint.every=2", *MODES[mode])

@@ -71,6 +71,7 @@ def test_what_cannot_hold_is_refused_by_name(overrides: list[str], message: str)
             ["asynchrony.over_sampling=1", "asynchrony.held_cache=keep"],
             r"held_cache='keep' .* engine\.sleep",
         ),
+        (["asynchrony.step_tokens=9", "distributed.kind=ddp"], r"asynchrony\.step_tokens=9 .* distributed\.kind 'ddp'"),
         (["asynchrony.over_sampling=1", "engine.memory_budget=1GiB"], r"engine\.memory_budget='1GiB' .* asynchrony"),
         (
             ["asynchrony.over_sampling=1", "loss.algorithm=reinforce"],

@@ -19,7 +19,7 @@ from rollout_trainers.metric_catalog import CATALOG, catalog_as_markdown, descri
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import run
 from rollout_trainers.run_files import RunFiles, read_run
-from rollout_trainers.types import Example
+from rollout_trainers.types import Example, Task
 from tests.support.tiny import make_tiny_llama
 
 PAGE = Path(__file__).parents[2] / "docs" / "dashboards.md"
@@ -39,8 +39,8 @@ OPTIONS = {
     ),
     "ppo": ("loss.algorithm=ppo",),
     "ahead": ("asynchrony.mode=in_flight", "asynchrony.max_staleness=2", "engine.sleep=false", "steps=2"),
+    "teacher": ("teacher.model={model}",),
     "tools": ("environment.max_turns=2",),
-    "taught": (),  # by a teacher
 }
 
 
@@ -92,13 +92,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFiles]:
             "optimizer": {"learning_rate": 1e-3},
             "tracking": {"wandb": "disabled"},
         }
-        if name == "taught":
-            values["teacher"] = {"model": str(model)}
-        config = config_from_values(values, options)
+        config = config_from_values(values, [option.format(model=model) for option in options])
         if name == "tools":
             run(config, train=TRAIN, environment=Asked)
         else:
-            run(config, train=TRAIN, evaluation=TRAIN[:2], reward_functions=[share_of_low_ids])
+            run(
+                config,
+                task=Task("low ids", TRAIN, TRAIN[:2], (share_of_low_ids,), further_evaluations={"b": TRAIN[3:]}),
+            )
     return {name: read_run(folder / name) for name in OPTIONS}
 
 

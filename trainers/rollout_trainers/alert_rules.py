@@ -22,13 +22,15 @@ _LAG = 5.0  # times the limit of a mismatch that samples of earlier policies may
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What rules know of a run beside its metrics. `exact_logprobs`: the trainer's must be the sampler's."""
+    """What rules know of a run beside its metrics. `exact_logprobs`: the trainer's must be the sampler's.
+    `learns_from_rewards`: not from a teacher alone."""
 
     max_tokens: int
     samples_per_step: int
     updates_per_step: int
     exact_logprobs: bool
     int8_engine: bool
+    learns_from_rewards: bool = True
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFacts:
@@ -39,6 +41,7 @@ class RunFacts:
             updates_per_step=algorithm.minibatches * algorithm.epochs,
             exact_logprobs=not algorithm.recompute_logprobs,
             int8_engine="int8" in (engine.quantization, engine.kv_cache_dtype),
+            learns_from_rewards=config.teacher.uses_rewards,
         )
 
 
@@ -272,7 +275,7 @@ def policy_jump(history: History, section: AlertsSection, facts: RunFacts) -> Re
 def no_learning_signal(history: History, section: AlertsSection, facts: RunFacts) -> Reading | None:
     """All samples of every group have the same reward."""
     share, reward = history.mean("frac_reward_zero_std"), history.mean("reward")
-    if section.no_learning_signal is None or share is None or reward is None:
+    if section.no_learning_signal is None or share is None or reward is None or not facts.learns_from_rewards:
         return None
     now = f"the rewards of {share:.0%} of the groups are all equal, at a mean of {reward:.3g}"
     rewards = history.recent("reward", 64)

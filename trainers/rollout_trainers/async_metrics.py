@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from rollout.outputs import RequestOutput
 from rollout_trainers.staleness import Group
 from rollout_trainers.types import Sample
 
@@ -54,11 +53,10 @@ class RunLengths:
         self.num_samples += len(samples)
         self.num_tokens += sum(sample.num_tokens for sample in samples)
 
-    def metrics(self, waiting: Sequence[RequestOutput]) -> dict[str, float]:
+    def metrics(self, lengths: Sequence[int]) -> dict[str, float]:
         """`over_sampling/trained_mean_length` over all steps so far, `waiting_mean_length` of what was begun and not
-        yet learned from (unfinished samples with the tokens that they have), `begun_mean_length` of both together, and
-        `length_bias`: trained - begun."""
-        lengths = [len(sample.token_ids) for output in waiting for sample in output.outputs]
+        yet learned from, which has these `lengths` by now, `begun_mean_length` of both together, and `length_bias`:
+        trained - begun."""
         num_samples = self.num_samples + len(lengths)
         if self.num_samples == 0:
             return {}
@@ -73,11 +71,10 @@ class RunLengths:
             result["over_sampling/waiting_mean_length"] = sum(lengths) / len(lengths)
         return result
 
-    def count_new(self, waiting: Sequence[RequestOutput]) -> int:
-        """Tokens that were sampled since the last call."""
+    def count_new(self, lengths: Sequence[int]) -> int:
+        """Tokens that were sampled since the last call; `lengths` of what is not yet learned from."""
         before = self.num_counted
-        on_their_way = sum(len(sample.token_ids) for output in waiting for sample in output.outputs)
-        self.num_counted = self.num_tokens + on_their_way
+        self.num_counted = self.num_tokens + sum(lengths)
         return self.num_counted - before
 
     def state_dict(self) -> dict[str, int]:

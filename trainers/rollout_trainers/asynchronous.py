@@ -45,6 +45,8 @@ class StreamEngine(Engine, Protocol):
 
     def peek(self, request_ids: Collection[str]) -> list[RequestOutput]: ...
 
+    def num_output_tokens(self, request_ids: Collection[str]) -> list[list[int]]: ...
+
     def abort(self, request_ids: Any) -> None: ...
 
     def sleep(self, level: int = 1, mode: Any = "abort") -> Any: ...
@@ -109,6 +111,7 @@ class GroupStream:
         is_further = step == self.book.step
         with self._changed:
             self._num_wanted = count if is_further else 0
+            self._changed.notify_all()
         if self.section.samples_ahead:
             self._start()
             self._wait(lambda: self._choose(step, count) is not None)
@@ -159,7 +162,7 @@ class GroupStream:
         """How stale a step's samples were, who has waited for whom since the last call, and what over-sampling does to
         the lengths that are learned from."""
         with self._turn, self._changed:
-            waiting = list(self._on_their_way().values())
+            waiting = self._waiting_lengths()
             result = staleness_metrics(samples, self._taken, step)
             result |= {
                 "async/groups_waiting": len(self._ended),
@@ -187,6 +190,14 @@ class GroupStream:
         self._trainer_idle = self._sampler_idle = 0.0
         self._measured_at = now
         return result
+
+    def _waiting_lengths(self) -> list[int]:
+        """Of all samples that no batch has taken, as far as they have come. Both locks are held."""
+        there = [*self._ended.values(), *self._restored.values()]
+        lengths = [len(sample.token_ids) for output in there for sample in output.outputs]
+        for each in self.engine.num_output_tokens(list(self._running.values())):
+            lengths += each
+        return lengths
 
     def _on_their_way(self) -> dict[int, RequestOutput]:
         """What all groups have by now that no batch has taken, by number. Both locks are held."""

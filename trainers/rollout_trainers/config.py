@@ -404,6 +404,8 @@ class RunConfig:
         asynchrony, engine = self.asynchrony, self.engine
         if not asynchrony.is_active:
             return
+        if self.distributed.kind != "none":
+            asynchrony.refuse(f"left out with distributed.kind {self.distributed.kind!r}, whose ranks sample in turns")
         if engine.memory_budget is not None:
             why = "samples stay in the KV pool, which then cannot change"
             fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")

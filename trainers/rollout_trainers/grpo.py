@@ -79,8 +79,6 @@ class GRPOTrainer:
     ) -> None:
         self.ranks = ranks or Ranks()
         self.stream = stream
-        if stream is not None and self.ranks.size > 1:
-            stream.section.refuse(f"left out with {self.ranks.size} ranks, which sample in turns with their trainers")
         self.version = 0  # of the policy as it is between steps
         self.producer = producer
         self.engine = producer.engine

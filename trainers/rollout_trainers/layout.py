@@ -77,6 +77,7 @@ LAYOUT: tuple[Section, ...] = (
             Panel("KL to the reference (nats per token)", ("kl",)),
             Panel("KL to the teacher (nats per token)", ("teacher/kl",)),
             Panel("Coefficient of the KL", ("objective/kl_coef",)),
+            Panel("KL to the teacher (nats per token)", ("teacher/kl",)),
             Panel("Advantages of the samples", ("histogram/advantage",), "histogram"),
             Panel("Ratio of new to old policy, by token", ("histogram/ratio",), "histogram"),
             Panel("Learning rate", ("learning_rate",)),

@@ -61,6 +61,7 @@ CATALOG: tuple[MetricGroup, ...] = (
             Metric("eval/accuracy_high", _SHARE, "upper end"),
             Metric("eval/reward", "reward", "mean reward", "last,max"),
             Metric("eval/mean_length", _TOKENS, "mean length of the completions"),
+            Metric("eval/<set>/<metric>", "", "the same of a further held-out set, by its name", "last,max"),
         ),
     ),
     MetricGroup(
@@ -150,14 +151,12 @@ CATALOG: tuple[MetricGroup, ...] = (
         ),
     ),
     MetricGroup(
-        "Distillation",
-        "each step with the section `teacher` (`docs/distillation.md`)",
+        "Teacher",
+        "each step of on-policy distillation, with the section `teacher`",
         (
-            Metric(
-                "teacher/kl", _NATS, "KL of the policy to the teacher: the mean of log policy - log teacher", "last,min"
-            ),
+            Metric("teacher/kl", _NATS, "KL of the policy that sampled to its teacher (k1)", "last,min"),
             Metric("teacher/sequence_kl", "nats a sample", "the same of whole samples", "last,min"),
-            Metric("teacher/logprob", _NATS, "mean logprob of the policy's tokens under the teacher", "last,max"),
+            Metric("teacher/logprob", _NATS, "mean of the teacher's logprobs of what was sampled", "last,max"),
         ),
     ),
     MetricGroup(

@@ -76,21 +76,21 @@ class GroupBook:
         """Numbers of the groups, in their order, that `step` learns from: `count`, or with `may_be_fewer` those that
         have ended, at least one. None where it has to wait."""
         ended = sorted((group for group in self.groups.values() if group.place is not None), key=_place)
-        chosen: list[int] = []
+        if not ended or (len(ended) < count and not may_be_fewer):
+            return None
+        chosen: dict[int, None] = {}  # numbers
         for deadline in sorted({self.deadline(group) for group in self.groups.values()}):
-            due = [number for number, group in self.groups.items() if self.deadline(group) <= deadline]
+            num_due = sum(self.deadline(group) <= deadline for group in self.groups.values())
             num_later = self.groups_per_step * (deadline - step)  # what the steps after this one can take of them
-            num_missing = len(due) - max(0, num_later) - len(chosen)  # what was chosen so far is due as well
+            num_missing = num_due - max(0, num_later) - len(chosen)  # what was chosen so far is due as well
             for group in ended:
                 if num_missing > 0 and group.number not in chosen and self.deadline(group) <= deadline:
-                    chosen.append(group.number)
+                    chosen[group.number] = None
                     num_missing -= 1
             if num_missing > 0:
                 return None
-        chosen += [group.number for group in ended if group.number not in chosen][: max(0, count - len(chosen))]
-        if not chosen or (len(chosen) < count and not may_be_fewer):
-            return None
-        return sorted(chosen)
+        others = [group.number for group in ended if group.number not in chosen]
+        return sorted([*chosen, *others[: max(0, count - len(chosen))]])
 
     def take(self, step: int, numbers: list[int]) -> list[Group]:
         """`step` learns from these groups."""
