@@ -75,7 +75,6 @@ LAYOUT: tuple[Section, ...] = (
             Panel("Clipped tokens (share)", ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/dual_mean")),
             Panel("KL to the policy that sampled (nats per token)", ("ppo_kl",)),
             Panel("KL to the reference (nats per token)", ("kl",)),
-            Panel("KL to the teacher (nats per token)", ("teacher/kl",)),
             Panel("Coefficient of the KL", ("objective/kl_coef",)),
             Panel("KL to the teacher (nats per token)", ("teacher/kl",)),
             Panel("Advantages of the samples", ("histogram/advantage",), "histogram"),
