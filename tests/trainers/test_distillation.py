@@ -262,11 +262,17 @@ def test_old_logprobs_of_the_trainer_are_what_the_teacher_is_compared_with(
     assert row["grad_norm"] > 0
 
 
+def test_the_engine_may_sample_ahead(student: Path, teacher: Path, tmp_path: Path):
+    rows = train(student, teacher, tmp_path, "asynchrony.mode=one_step_off", "engine.sleep=false", "steps=3")
+    assert all(row["teacher/kl"] > 0 < row["grad_norm"] for row in rows)
+    assert rows[-1]["staleness/max"] == 1
+
+
 def test_a_resumed_run_is_the_unbroken_one(student: Path, teacher: Path, tmp_path: Path):
     options = ("teacher.discount=0.9", "teacher.baseline=batch_mean", "checkpoint.every=2")
     train(student, teacher, tmp_path / "whole", *options, "steps=4")
     train(student, teacher, tmp_path / "broken", *options, "steps=2")
-    train(student, teacher, tmp_path / "broken", *options, "steps=4", "resume=true")
+    train(student, teacher, tmp_path / "broken", *options, "steps=4", "resume=true", "teacher.sleep=false")
     assert same(tmp_path / "whole", tmp_path / "broken")
     with pytest.raises(ValueError, match=r"teacher\.discount was 0\.9, is 0\.0"):
         train(student, teacher, tmp_path / "broken", "checkpoint.every=2", "steps=4", "resume=true")

@@ -46,9 +46,8 @@ class DistillationTrainer(GRPOTrainer):
         stream: GroupStream | None = None,
     ) -> None:
         self.teacher = teacher
-        super().__init__(
-            producer, policy, task, config, treaty, ranks, optimizer
-        )  # last: it shares out the memory that is left
+        # Last, since it shares out the memory that is left.
+        super().__init__(producer, policy, task, config, treaty, ranks, optimizer, stream)
 
     def learn(self, step: int, samples: Sequence[Sample]) -> LearnStatistics:
         """All optimiser steps over one step's samples."""

@@ -40,6 +40,7 @@ _FREE = {
     "engine.memory_budget",
     "engine.enable_prefix_caching",
     "engine.sleep",
+    "teacher.sleep",
     "policy.gradient_checkpointing",
     "policy.offload",
     "environment.max_concurrent",
