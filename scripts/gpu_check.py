@@ -283,7 +283,8 @@ def _check_quantised_caches(check: Check, record: Record, rounding: float) -> No
             whole = (x / scale).round() if dtype is torch.int8 else x / scale
             rounded.append(whole.to(dtype).double() * scale.double())
         queries = _wide(q).repeat_interleave(torch.tensor([5, 40]), 0)
-        expected = rk.varlen_attention(queries, *rounded, torch.tensor([0, 5, 45], dtype=torch.int32), options[1])
+        start = torch.tensor([0, 5, 45], dtype=torch.int32)
+        expected = rk.varlen_attention(queries, rounded[0], rounded[1], start, options[1])
         record(f"paged_attention, {name} cache", found, expected[[4, 44]], alone, 2 * rounding)
 
 

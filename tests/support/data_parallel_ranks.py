@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import gc
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +20,14 @@ import torch.distributed as dist
 from rollout.errors import RolloutError
 from rollout.models.causal_lm import CausalLM
 from rollout_trainers.config import RunConfig
+from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.metrics import LearnStatistics, merge_statistics
+from rollout_trainers.packing import PackedBatch
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import RunResult, run
-from rollout_trainers.types import Example
+from rollout_trainers.types import Example, Task
+from tests.support.samples import make_sample
 
 TRAIN = [Example(text, {"answer": text}) for text in ("abc", "hello", "what", "two and two", "q", "the end", "far")]
 HELD_OUT = [Example(text, {"answer": text}) for text in ("xyz", "another", "more", "words", "last")]
@@ -32,8 +38,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "token_mean": ("loss.aggregation=token_mean",),
     "sequence_mean": ("loss.aggregation=sequence_mean", "algorithm.minibatches=2"),
     "constant": ("loss.algorithm=dr_grpo", "algorithm.epochs=2"),
-    "whitened": ("loss.algorithm=reinforce_pp", "loss.kl_coefficient=0.1"),
-    "recomputed": ("algorithm.recompute_logprobs=true", "loss.kl_coefficient=0.1"),
+    "whitened": ("loss.algorithm=reinforce_pp", "loss.kl_coefficient=0.1", "algorithm.recompute_logprobs=true"),
     "dynamic": ("loss.algorithm=dapo", "loss.max_sampling_rounds=3"),
     "ppo": ("loss.algorithm=ppo", "loss.kl_coefficient=0.1", "critic.kind=value_head", "algorithm.minibatches=2"),
 }
@@ -130,7 +135,8 @@ def failures(model: Path, folder: Path) -> None:
     found["session"] = outcome(lambda: train(model, folder / "a file" / "run", ddp))
     found["none"] = outcome(lambda: train(model, folder / "alone"))
     found["too few groups"] = outcome(lambda: train(model, folder / "few", ddp, "algorithm.prompts_per_step=1"))
-    found["policies differ"] = outcome(lambda: train(model, folder / "differ", ddp, reward=SpoilsWeights()))
+    spoiled = (ddp, "evaluation.at_start=false")
+    found["policies differ"] = outcome(lambda: train(model, folder / "differ", *spoiled, reward=SpoilsWeights()))
     (folder / f"failures.rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
@@ -165,5 +171,45 @@ def between_ranks(folder: Path) -> None:
         "own": ranks.gather_all("ab" * ranks.rank)[0][ranks.gather_all("ab" * ranks.rank)[1]],
         "added": [tensor[..., 0].flatten().tolist() + tensor[..., -1].flatten().tolist() for tensor in tensors],
         "shared": shared.tolist(),
+        "losses": {
+            aggregation: loss_and_gradient([[[1, 1, 1, 1]], [[3]], []][ranks.rank], aggregation, 100, ranks)
+            for aggregation in ("token_mean", "sequence_mean", "constant")
+        },
     }
+    dist.barrier()
+    if ranks.rank < 2:
+        found["died"] = outcome(lambda: ranks.gather("still here"))
     (folder / f"between.rank{ranks.rank}.json").write_text(json.dumps(found))
+    if ranks.rank == 2:
+        os._exit(0)  # as a process that is killed: it closes nothing in order
+
+
+class LossesAsTokens:
+    """A policy whose loss on a token, at an advantage of 1, is the token's id times its one weight."""
+
+    is_exact = is_padded = is_collective = False
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.model.weight)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.model.named_parameters()
+
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return -batch.targets * self.model.weight[0], torch.zeros(batch.targets.shape)
+
+
+def loss_and_gradient(rows: Sequence[list[int]], aggregation: str, budget: int, ranks: Ranks) -> tuple[float, float]:
+    """Of one optimiser step over samples whose tokens are their losses: this rank's are `rows`."""
+    overrides = (f"loss.aggregation={aggregation}", "loss.surrogate=log_probability", "optimizer.max_grad_norm=100")
+    overrides = (*overrides, f"algorithm.micro_batch_tokens={budget}", "tracking.diagnose_above=null")
+    config = configuration(Path("none"), Path("none"), *overrides)
+    engine = SimpleNamespace(memory_ledger=lambda: None)
+    producer: Any = SimpleNamespace(engine=engine, max_completion_tokens=4)
+    policy: Any = LossesAsTokens()
+    trainer = GRPOTrainer(producer, policy, Task("rows", (), (), ()), config, ranks=ranks)
+    statistics = LearnStatistics()
+    trainer.update_policy(1, [make_sample([9, 9], row, advantage=1.0) for row in rows], statistics)
+    merged = merge_statistics(ranks.gather(statistics))
+    return merged.loss, merged.grad_norm

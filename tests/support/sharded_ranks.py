@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,24 +15,36 @@ KL = ("loss.kl_coefficient=0.1",)
 LORA = ("policy.lora.rank=4", "policy.lora.initialization=gaussian", "loss.kl_coefficient=0.1")
 
 # Overrides by case, beside the kind; one process runs the same without it.
-FSDP2 = {"plain": PLAIN, "kl": KL, "lora": LORA}
+TORCH = {"fsdp2": PLAIN, "fsdp2-kl": KL, "fsdp2-lora": LORA, "accelerate": PLAIN}
 ZERO = {"zero1": PLAIN, "zero2": KL, "zero3": PLAIN, "zero3-kl": KL, "zero3-lora": LORA}
+REFUSED = {
+    "shared": ("distributed.kind=fsdp2",),
+    "critic": (*TRANSFORMERS, "distributed.kind=zero2", "loss.algorithm=ppo"),
+    "bfloat16": (*TRANSFORMERS, "distributed.kind=accelerate", "policy.model_dtype=bfloat16"),
+}
 
 
-def fsdp2(folder: Path) -> None:
+def torch_kinds(folder: Path) -> None:
     dist.init_process_group("gloo")
-    for case, options in FSDP2.items():
-        train(folder / "model", folder / case, *TRANSFORMERS, *options, "distributed.kind=fsdp2")
+    train_cases(TORCH, folder)
     resumes(folder, "fsdp2")
+    found: dict[str, str] = {}
+    for name, options in REFUSED.items():
+        found[name] = outcome(lambda chosen=options: train(folder / "model", folder / "refused", *chosen))
+    (folder / f"refused.rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def zero(folder: Path) -> None:
     dist.init_process_group("gloo")
-    for case, options in ZERO.items():
-        kind = case.partition("-")[0]
-        train(folder / "model", folder / case, *TRANSFORMERS, *options, f"distributed.kind={kind}")
+    train_cases(ZERO, folder)
     resumes(folder, "zero3")
     resumes(folder, "zero1")
+
+
+def train_cases(cases: dict[str, tuple[str, ...]], folder: Path) -> None:
+    for case, options in cases.items():
+        kind = case.partition("-")[0]
+        train(folder / "model", folder / case, *TRANSFORMERS, *options, f"distributed.kind={kind}")
 
 
 def resumes(folder: Path, kind: str) -> None:

@@ -20,7 +20,7 @@ from rollout_trainers.recipe import config_from_values
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "tests" / "support" / "data" / "quickstart_metrics.jsonl"  # of a real run, 60 steps
-FACTS = RunFacts(max_tokens=24, samples_per_step=64, updates_per_step=1, exact_logprobs=True, int8_engine=False)
+FACTS = RunFacts(max_tokens=24, samples_per_step=64, updates_per_step=1, exact_logprobs=True, rounded_engine=False)
 RECOMPUTED = replace(FACTS, exact_logprobs=False)
 HEALTHY = {
     "reward": 0.5,
@@ -99,7 +99,7 @@ WRONG: list[tuple[str, Mapping[str, float | None], RunFacts, tuple[str, ...]]] =
     (
         "mismatch",
         {"sampling/logp_difference/mean": 0.05},
-        replace(RECOMPUTED, int8_engine=True),
+        replace(RECOMPUTED, rounded_engine=True),
         ("int8",),
     ),
     ("clip_ratio", {"clip_ratio/region_mean": 0.95}, FACTS, ("95% of the tokens", "histogram")),
@@ -292,4 +292,4 @@ def test_what_rules_know_of_a_run_is_its_recipes():
     config = config_from_values(
         {"model": "any", "engine": {"quantization": "int8"}, "algorithm": {"recompute_logprobs": True, "epochs": 2}}
     )
-    assert RunFacts.of(config) == RunFacts(64, 64, 2, exact_logprobs=False, int8_engine=True)
+    assert RunFacts.of(config) == RunFacts(64, 64, 2, exact_logprobs=False, rounded_engine=True)

@@ -110,10 +110,11 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path):
         save_trainer_state(tmp_path, {"optimizer": optimizer}, {"of": rank}, rank)
     for rank, optimizer in enumerate(optimizers):
         other = MasterAdamW(parameters(9.0).items(), CONFIG)
-        assert load_trainer_state(tmp_path, {"optimizer": other}, rank) == {"of": rank}
+        assert load_trainer_state(tmp_path, {"optimizer": other}, rank, 2) == {"of": rank}
         assert torch.equal(other.masters["weight"], optimizer.masters["weight"])
-    with pytest.raises(ValueError, match=r"no trainer-rank-2\.pt: it is of a run with fewer ranks"):
-        load_trainer_state(tmp_path, {"optimizer": optimizers[0]}, 2)
+    for num_ranks in (1, 3):
+        with pytest.raises(ValueError, match=rf"is of a run with 2 ranks, not {num_ranks}"):
+            load_trainer_state(tmp_path, {"optimizer": optimizers[0]}, 0, num_ranks)
 
 
 def test_another_trainers_checkpoint_is_refused(tmp_path: Path):

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from safetensors.torch import load_file
 
 from rollout_trainers.tracking import read_json_lines
 from tests.support.data_parallel_ranks import CASES, train_case
-from tests.support.distributed import run_ranks
+from tests.support.distributed import ROOT, run_ranks
 from tests.support.tiny import make_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -44,29 +48,29 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_learn_what_one_process_learns(case: str, folder: Path, tmp_path: Path):  # case TR-03
-    train_case(case, folder / "model", tmp_path, "evaluation.every=1")
+    train_case(case, folder / "model", tmp_path, "evaluation.every=1", "tracking.samples=1000")
     ours, alone = metrics(folder / case), metrics(tmp_path)
     assert [row.keys() for row in ours] == [row.keys() for row in alone]
     for row, expected in zip(ours, alone, strict=True):
         for name, value in expected.items():
-            assert math.isclose(row[name], value, rel_tol=1e-4, abs_tol=1e-5), (row["step"], name, row[name], value)
+            slack = 0.01 if "clip" in name else 1e-5  # a token at the very edge may be counted, or not
+            assert math.isclose(row[name], value, rel_tol=1e-4, abs_tol=slack), (row["step"], name, row[name], value)
     before, expected = load_file(folder / "model" / "model.safetensors"), weights(tmp_path)
     for name, tensor in weights(folder / case).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
         assert not torch.equal(tensor, before[name]), name
+    samples, expected_samples = first_samples(folder / case), first_samples(tmp_path)
+    assert len(samples) == 16  # those of the second rank, too
+    if case == "dynamic":  # further rounds of the first rank come before the second rank's first
+        assert all(row in expected_samples for row in samples)
+    else:
+        assert samples == expected_samples[:16]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_samples_and_advantages_are_those_of_one_process(case: str, folder: Path, tmp_path: Path):
-    options = ("steps=1", "tracking.samples=1000")
-    train_case(case, folder / "model", tmp_path, *options)
+def first_samples(output: Path) -> list[list[Any]]:
     kept = ("prompt", "completion", "reward", "num_tokens")
-    expected = [[row[name] for name in kept] for row in read_json_lines(tmp_path / "samples.jsonl") if row["step"] == 1]
-    ours = [
-        [row[name] for name in kept] for row in read_json_lines(folder / case / "samples.jsonl") if row["step"] == 1
-    ]
-    assert ours == expected[: len(ours)]
-    assert len(ours) > 0
+    rows = [row for row in read_json_lines(output / "samples.jsonl") if row["step"] == 1 and row["split"] == "train"]
+    return [[row[name] for name in kept] for row in rows]
 
 
 def test_both_ranks_return_the_result_of_the_session(folder: Path):
@@ -104,3 +108,38 @@ def test_what_does_not_fit_several_processes_is_refused_by_name(folder: Path):
         errors = json.loads((folder / f"failures.rank{rank}.json").read_text())
         assert "distributed.kind='none' is not valid in 2 processes" in errors["none"]
         assert "algorithm.prompts_per_step=1 is not valid: it must be at least 2" in errors["too few groups"]
+
+
+def test_torchrun_trains_by_the_recipe_of_the_page(folder: Path, tmp_path: Path):
+    """`rollout train` in two processes that torchrun starts, with what the page about it says."""
+    page = (ROOT / "docs" / "distributed_training.md").read_text(encoding="utf-8")
+    command = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].replace("\\\n", " ").split()
+    assert command[:5] == ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    assert command[5:8] == ["rollout", "train", "recipes/quickstart.yaml"]
+    overrides = [
+        *command[8:],
+        f"model={folder / 'model'}",
+        f"output_dir={tmp_path / 'run'}",
+        "tracking.wandb=disabled",
+        "steps=1",
+        "optimizer.warmup_steps=0",
+        "evaluation.every=0",
+        "task.eval_size=4",
+        "engine.kv_cache_memory=4MiB",
+        "algorithm.group_size=2",
+        "algorithm.prompts_per_step=3",
+    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *command[1:5], sys.executable, "-m", "rollout.cli"]
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "trainers"))
+    result = subprocess.run(
+        [*launcher, "train", command[7], *overrides],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert [row["step"] for row in metrics(tmp_path / "run") if "reward" in row] == [1]
+    assert result.stderr.count("loading") == 1  # one of the two tells

@@ -260,3 +260,36 @@ def test_an_export_that_fails_leaves_what_was_there(trained: Path, tmp_path: Pat
     assert export(trained, out, "--force") == 2
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_a_model_trained_with_lora_is_exported_merged_or_as_its_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from peft import AutoPeftModelForCausalLM
+
+    model = make_tiny_llama(tmp_path / "base", tokenizer=True)
+    values: dict[str, Any] = {
+        "model": str(model),
+        "output_dir": str(tmp_path / "run"),
+        "steps": 2,
+        "policy": {"kind": "transformers", "lora": {"rank": 4}},
+        "engine": {"max_model_len": 64, "kv_cache_memory": "2 MiB"},
+        "sampling": {"max_tokens": 8},
+        "algorithm": {"group_size": 4, "prompts_per_step": 2, "recompute_logprobs": True},
+        "optimizer": {"learning_rate": 1e-2},
+        "tracking": {"wandb": "disabled"},
+    }
+    run(config_from_values(values), reward_functions=[share_of_low_ids], train=TRAIN)
+    assert export(tmp_path / "run", tmp_path / "merged") == 0
+    assert export(tmp_path / "run", tmp_path / "adapter", "--adapter") == 0
+    assert "1 file" in capsys.readouterr().out
+    assert not (tmp_path / "merged" / "adapter").exists()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    assert not torch.equal(logits(merged), logits(base))
+    torch.testing.assert_close(logits(adapted), logits(merged), rtol=1e-4, atol=1e-4)
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "peft"
+    assert "LoRA adapter" in card

@@ -35,14 +35,13 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=600)
     finally:
         kill_group(process)
-    assert process.returncode == 0, errors[-4000:]
+    assert process.returncode == 0, errors.decode()[-4000:]
     return folder, json.loads(output)
 
 
@@ -67,7 +66,8 @@ def test_what_the_runs_have_written_is_the_same(nursery: tuple[Path, dict[str, A
     assert metrics(broken) == metrics(unbroken)
     assert [row["step"] for row in metrics(broken) if "loss" in row] == [1, 2, 3, 4, 5]
     assert len({row["objective/kl_coef"] for row in metrics(broken) if "loss" in row}) == 5
-    assert (broken / "samples.jsonl").read_bytes() == (unbroken / "samples.jsonl").read_bytes()
+    for name in ("samples.jsonl", "histograms.jsonl", "alerts.jsonl"):
+        assert (broken / name).read_bytes() == (unbroken / name).read_bytes()
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (broken / "model" / name).read_bytes() == (unbroken / "model" / name).read_bytes()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_trainers import completion_mask
-from rollout_trainers.packing import pack, pack_micro_batches
+from rollout_trainers.packing import PackedBatch, pack, pack_micro_batches
 from rollout_trainers.types import Sample
 from tests.support.samples import make_sample
 
@@ -168,3 +168,13 @@ def test_every_sample_is_in_one_batch_in_order_and_batches_keep_to_the_budget(
         ]
         assert batch.input_ids[batch.gather].tolist() == inputs
         assert torch.equal(batch.gather[batch.first], torch.arange(batch.num_input_tokens))
+
+
+def test_a_batch_moves_to_a_device_with_all_that_it_has():
+    batch = pack([make_sample([5, 6], [7, 8])], [0])
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    tensors = [name for name in PackedBatch.__slots__ if isinstance(getattr(batch, name), torch.Tensor)]
+    assert len(tensors) > 10
+    assert all(getattr(moved, name).is_meta for name in tensors)
+    assert moved.sample_indices == batch.sample_indices

@@ -12,11 +12,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rollout import LLM
 from rollout_trainers.config import RunConfig
+from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.optimizer import MasterAdamW
+from rollout_trainers.policy import SharedPolicy
+from rollout_trainers.producer import RolloutProducer
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import RunResult, run
 from rollout_trainers.tracking import read_json_lines
-from rollout_trainers.types import Example
+from rollout_trainers.types import Example, Task
 from tests.support.tiny import make_tiny_llama
 
 TRAIN = [Example(text, {"answer": text}) for text in ("abc", "hello", "what", "two and two", "q", "the end")]
@@ -136,3 +141,26 @@ def test_a_critics_head_learns_on_the_hidden_states_of_such_a_policy(
     rows = step_metrics(tmp_path)
     assert all(row["grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
     assert rows[-1]["critic/vf_loss"] < rows[0]["critic/vf_loss"]
+
+
+def test_optimiser_states_that_are_away_while_the_engine_samples_change_no_bit(model: Path, tmp_path: Path):
+    def trained(offload: str) -> dict[str, torch.Tensor]:
+        llm = LLM(model, max_model_len=64, kv_cache_memory="2 MiB")
+        config = configuration(model, tmp_path, f"policy.offload={offload}")
+        policy = SharedPolicy(llm.shared_model(), temperature=1.0)
+        task = Task("low ids", TRAIN, [], (share_of_low_ids,))
+        trainer = GRPOTrainer(RolloutProducer(llm, 1.0, 12, seed=0), policy, task, config)
+        optimizer = trainer.optimizers["optimizer"]
+        assert isinstance(optimizer, MasterAdamW)
+        for step in (1, 2):
+            before = {name: master.data_ptr() for name, master in optimizer.masters.items()}
+            trainer.step(step)
+            after = {name: master.data_ptr() for name, master in optimizer.masters.items()}
+            moved = {name for name in before if after[name] != before[name]}
+            assert moved == (before.keys() if offload == "true" else set())
+        return {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+
+    away, there = trained("true"), trained("false")
+    assert all(torch.equal(away[name], there[name]) for name in there)
+    with pytest.raises(ValueError, match=r"policy.offload=True.*CPU"):  # of a whole run: they are on the host already
+        train(model, tmp_path, "policy.offload=true")

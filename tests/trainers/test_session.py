@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from rollout_trainers.run import RunResult, run
 from rollout_trainers.run_record import read_record
 from rollout_trainers.tracking import read_json_lines
 from rollout_trainers.types import Example, Task
-from tests.support.distributed import ROOT
+from tests.support.killed_writes import LOAD_DURABLE
 from tests.support.tiny import make_tiny_llama
 
 TRAIN = [Example(text) for text in ("abc", "hello", "what", "q")]
@@ -154,10 +154,14 @@ def test_the_best_checkpoint_stays_and_can_be_the_runs_model(model: Path, tmp_pa
     assert result.trained is not None and result.trained.mean_reward == 0.75
     record = read_record(tmp_path)
     assert record is not None and (record["model_step"], record["last_step"]) == (3, 6)
+    # Whoever removes the best one has none until there is another.
+    shutil.rmtree(checkpoints / "step-000003")
+    again = train(model, tmp_path, [0.125], "resume=true", "steps=7", *options)
+    assert again.best is not None and (again.best.step, again.best.value) == (7, 0.125)
     # Without best_metric there is no best one any more, and the next save removes its checkpoint.
-    train(model, tmp_path, [0.0], "resume=true", "steps=7", "checkpoint={every: 7, keep: 1}")
+    train(model, tmp_path, [0.0], "resume=true", "steps=8", "checkpoint={every: 8, keep: 1}")
     assert not (checkpoints / "best").is_symlink()
-    assert [path.name for path in list_checkpoints(checkpoints)] == ["step-000007"]
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step-000008"]
 
 
 @pytest.mark.parametrize(
@@ -223,10 +227,9 @@ def test_further_held_out_sets_are_evaluated_by_name(model: Path, tmp_path: Path
 
 
 def test_two_processes_cannot_write_into_one_folder(model: Path, tmp_path: Path):
-    code = "import sys, time\nfrom pathlib import Path\nfrom rollout_trainers.durable import exclusive\n"
-    code += "with exclusive(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)\n"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "trainers")}
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    code = f"import sys, time\nfrom pathlib import Path\n{LOAD_DURABLE}"
+    code += "with durable.exclusive(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)\n"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match=rf"is in use by another run \(process {holder.pid}\)"):
@@ -238,6 +241,24 @@ def test_two_processes_cannot_write_into_one_folder(model: Path, tmp_path: Path)
         assert holder.stdout is not None
         holder.stdout.close()
     train(model, tmp_path, [0.0, 0.0], "steps=1")  # the kernel has freed it
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_before_its_first_checkpoint_goes_on_under_its_id_in_wandb(model: Path, tmp_path: Path):
+    wandb = pytest.importorskip("wandb")
+    with pytest.raises(StopIteration):
+        train(model, tmp_path, [], "tracking.wandb=offline", "evaluation.at_end=false")
+    first = read_record(tmp_path)
+    assert wandb.run is None  # a run that has failed does not become the next one's
+    train(model, tmp_path, [0.0] * 2, "tracking.wandb=offline", "steps=1", "resume=true")
+    second = read_record(tmp_path)
+    assert first is not None and second is not None
+    assert first["wandb_id"] == second["wandb_id"] is not None
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first['wandb_id']}"))) in (1, 2)  # in one second, or two
+    # Without W&B for a while, its id is kept.
+    train(model, tmp_path, [0.0] * 2, "steps=1", "resume=true")
+    third = read_record(tmp_path)
+    assert third is not None and third["wandb_id"] == first["wandb_id"]
 
 
 def test_the_record_says_from_the_first_moment_that_the_run_is_not_finished(model: Path, tmp_path: Path):

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from scripts.build_deepspeed_ops import build, environment
 from tests.support.data_parallel_ranks import train
-from tests.support.distributed import run_ranks
-from tests.support.sharded_ranks import FSDP2, TRANSFORMERS, ZERO
+from tests.support.distributed import ROOT, run_ranks
+from tests.support.sharded_ranks import TORCH, TRANSFORMERS, ZERO
 from tests.support.tiny import make_tiny_llama
 from tests.trainers.test_data_parallel import metrics, weights
 
@@ -25,15 +27,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run("fsdp2", tmp_path_factory.mktemp("fsdp2"))
+def torch_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run("torch_kinds", tmp_path_factory.mktemp("torch_kinds"))
 
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("deepspeed")
-    build()
-    return run("zero", tmp_path_factory.mktemp("zero"), environment())
+    script = runpy.run_path(str(ROOT / "scripts" / "build_deepspeed_ops.py"))
+    script["build"]()
+    return run("zero", tmp_path_factory.mktemp("zero"), script["environment"]())
 
 
 def run(function: str, folder: Path, variables: Mapping[str, str] | None = None) -> Path:
@@ -42,13 +45,15 @@ def run(function: str, folder: Path, variables: Mapping[str, str] | None = None)
     return folder
 
 
-@pytest.mark.parametrize("case", FSDP2)
-def test_a_policy_under_fsdp2_learns_what_one_process_learns(case: str, fsdp2: Path, tmp_path: Path):  # case TR-03
-    assert_learned_alike(fsdp2, case, FSDP2[case], tmp_path)
+@pytest.mark.parametrize("case", TORCH)
+def test_under_fsdp2_or_accelerate_it_learns_what_one_process_learns(
+    case: str, torch_kinds: Path, tmp_path: Path
+):  # case TR-03
+    assert_learned_alike(torch_kinds, case, TORCH[case], tmp_path)
 
 
 @pytest.mark.parametrize("case", ZERO)
-def test_a_policy_under_deepspeed_learns_what_one_process_learns(case: str, zero: Path, tmp_path: Path):  # case TR-03
+def test_under_deepspeed_it_learns_what_one_process_learns(case: str, zero: Path, tmp_path: Path):  # case TR-03
     assert_learned_alike(zero, case, ZERO[case], tmp_path)
 
 
@@ -68,7 +73,7 @@ def assert_learned_alike(folder: Path, case: str, options: tuple[str, ...], alon
         torch.testing.assert_close(ours[name] - before[name], expected[name] - before[name], rtol=1e-2, atol=2e-6)
 
 
-@pytest.mark.parametrize(("kind", "of"), [("fsdp2", "fsdp2"), ("zero3", "zero"), ("zero1", "zero")])
+@pytest.mark.parametrize(("kind", "of"), [("fsdp2", "torch_kinds"), ("zero3", "zero"), ("zero1", "zero")])
 def test_a_resumed_run_is_that_without_a_break(kind: str, of: str, request: pytest.FixtureRequest):
     folder = request.getfixturevalue(of)
     error = json.loads((folder / f"{kind}-broken" / "result.rank1.json").read_text())["error"]
@@ -76,3 +81,20 @@ def test_a_resumed_run_is_that_without_a_break(kind: str, of: str, request: pyte
     broken, unbroken = weights(folder / f"{kind}-broken"), weights(folder / f"{kind}-unbroken")
     assert [name for name in unbroken if not torch.equal(broken[name], unbroken[name])] == []
     assert metrics(folder / f"{kind}-broken") == metrics(folder / f"{kind}-unbroken")
+
+
+def test_a_lora_run_leaves_a_folder_that_peft_loads(torch_kinds: Path, zero: Path):
+    for folder in (torch_kinds / "fsdp2-lora", zero / "zero3-lora"):
+        base = AutoModelForCausalLM.from_pretrained(torch_kinds / "model")
+        adapted = PeftModel.from_pretrained(base, str(folder / "model" / "adapter"))
+        merged = adapted.merge_and_unload().state_dict()  # pyright: ignore[reportCallIssue]
+        for name, tensor in weights(folder).items():
+            torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_what_a_kind_cannot_do_is_refused_on_both_ranks(torch_kinds: Path):
+    for rank in (0, 1):
+        refused = json.loads((torch_kinds / f"refused.rank{rank}.json").read_text())
+        assert "policy.kind='shared' is not valid: it must be 'transformers'" in refused["shared"]
+        assert "loss.baseline='critic' is not valid" in refused["critic"]
+        assert "policy.model_dtype must be 'float32'" in refused["bfloat16"]

@@ -101,6 +101,28 @@ def test_a_soft_cap_of_the_logits_is_part_of_the_logprobs(tmp_path: Path):
     assert (capped - TransformersPolicy(model, 1.0).frozen_logprobs(batch)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("architecture", ["Gemma2", "Phi"])  # with what follows the head, and with a bias
+def test_bfloat16_models_have_logits_that_are_not_rounded(architecture: str, tmp_path: Path):
+    model = tiny_model(tmp_path, architecture, torch.bfloat16)
+    policy = TransformersPolicy(model, temperature=1.0)
+    batch = pack(samples(), range(4))
+    hidden = policy.hidden(batch)
+    logprobs, _ = policy.token_logprobs(hidden, batch)
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    logits = copy.deepcopy(head).float()(hidden.detach().float())
+    if architecture == "Gemma2":
+        logits = 30 * torch.tanh(logits / 30)
+    expected = torch.log_softmax(logits, -1)[torch.arange(len(batch.targets)), batch.targets]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    assert (plain_logprobs(model, samples(), 1.0)[0] - expected).abs().max() > 1e-3
+    logprobs.sum().backward()
+    gradient = head.weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.bfloat16
+    assert gradient.any()
+
+
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2", "Mixtral"])
 def test_gradients_are_those_of_a_plain_loop(architecture: str, tmp_path: Path):
     model = tiny_model(tmp_path, architecture)

@@ -29,7 +29,7 @@ class RunFacts:
     samples_per_step: int
     updates_per_step: int
     exact_logprobs: bool
-    int8_engine: bool
+    rounded_engine: bool
     learns_from_rewards: bool = True
 
     @classmethod
@@ -40,7 +40,7 @@ class RunFacts:
             samples_per_step=algorithm.group_size * algorithm.prompts_per_step,
             updates_per_step=algorithm.minibatches * algorithm.epochs,
             exact_logprobs=not algorithm.recompute_logprobs,
-            int8_engine="int8" in (engine.quantization, engine.kv_cache_dtype),
+            rounded_engine=engine.quantization is not None or engine.kv_cache_dtype != "auto",
             learns_from_rewards=config.teacher.uses_rewards,
         )
 
@@ -203,7 +203,7 @@ def _cause_of_mismatch(history: History, facts: RunFacts) -> str:
         return f"The diagnosis of this step names {name} ({parts[name]:.3g} nats a token)."
     if stale:
         return f"The samples are {stale:.2g} policy versions behind on average, which is part of it."
-    if facts.int8_engine:
+    if facts.rounded_engine:
         return "The engine samples from weights or KV in int8, whose rounding is part of it."
     if facts.exact_logprobs:
         return "They are computed by the same kernels here, so this is a fault: `LLM.diagnose` says which."

@@ -102,28 +102,30 @@ def save_checkpoint(
 
     Raises `OSError`, saying what is left, where it cannot be written: the older ones stay.
     """
-    final = root / f"step-{step:06d}"
+    final = checkpoint_folder(root, step)
     try:
         with new_folder(final) as folder:
             write(folder)
             files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             state = {"format": FORMAT, "step": step, "notes": dict(notes), "files": files}
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-        mark_best(root, best)
-        prune_checkpoints(root, keep, best)
     except OSError as error:
         whole = list_checkpoints(root)
         left = f"the newest whole one is {whole[-1].name}: resume=true continues from it" if whole else "there is none"
         raise OSError(f"the checkpoint of step {step} could not be saved: {error}; {left}") from error
+    mark_best(root, best)
+    prune_checkpoints(root, keep, best)
     return final
 
 
 def mark_best(root: Path, step: int | None) -> None:
     """Makes the link `best` point to the checkpoint of a step; None: there is no best one."""
-    link, name = root / BEST_LINK, None if step is None else f"step-{step:06d}"
-    if name is None:
+    link = root / BEST_LINK
+    if step is None:
         link.unlink(missing_ok=True)
-    elif not link.is_symlink() or link.readlink() != Path(name):
+        return
+    name = checkpoint_folder(root, step).name
+    if not link.is_symlink() or link.readlink() != Path(name):
         put_link(link, name)
 
 
@@ -140,6 +142,11 @@ def list_checkpoints(root: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return root / f"step-{step:06d}"
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -189,14 +196,16 @@ def save_trainer_state(
         raise OSError(f"{path.name} cannot be written (is the disk full?): {str(error).splitlines()[0]}") from error
 
 
-def load_trainer_state(folder: Path, optimizers: Mapping[str, Optimizer], rank: int = 0) -> dict[str, Any]:
+def load_trainer_state(
+    folder: Path, optimizers: Mapping[str, Optimizer], rank: int = 0, num_ranks: int = 1
+) -> dict[str, Any]:
     """Restores a rank's optimisers, their parameters (from the masters) and the random states; returns its `state`.
 
-    Raises `ValueError` if the checkpoint's optimisers or parameters are others, or it has no file of this rank.
+    Raises `ValueError` if the checkpoint's optimisers or parameters are others, or it is of another number of ranks.
     """
-    path = _rank_file(folder, rank)
-    if not path.is_file():
-        raise ValueError(f"{folder} has no {path.name}: it is of a run with fewer ranks")
+    path, saved_ranks = _rank_file(folder, rank), len(list(folder.glob("trainer*.pt")))
+    if saved_ranks != num_ranks:
+        raise ValueError(f"{folder} is of a run with {saved_ranks} ranks, not {num_ranks}: start it with as many")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved["optimizers"].keys() != optimizers.keys():
         raise ValueError(f"{folder} has the optimisers {sorted(saved['optimizers'])}, not {sorted(optimizers)}")

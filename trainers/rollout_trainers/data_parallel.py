@@ -22,8 +22,8 @@ from rollout_trainers.types import Sample
 
 
 def gathered_samples(ranks: Ranks, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of all ranks, in the order in which one process would have them. What travels has values as JSON has
-    them in its columns, and no environments."""
+    """The samples of all ranks, rank after rank: of one round of sampling, in the order in which one process would have
+    them. What travels has values as JSON has them in its columns, and no environments."""
     if ranks.size == 1:
         return list(samples)
     everyones, own = ranks.gather_all([_plain(sample) for sample in samples])
@@ -53,13 +53,25 @@ def check_same_policy(ranks: Ranks, receipt: Receipt) -> None:
 
 
 class DataParallelAdamW(MasterAdamW):
-    """`MasterAdamW` on each rank, with the sum of the gradients of all: so all make the same update."""
+    """`MasterAdamW` on each rank, with the sum of the gradients of all: so all make the same update.
+
+    `is_averaged`: what wraps the model has every backward pass average the gradients over the ranks already.
+    """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerSection, ranks: Ranks
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        config: OptimizerSection,
+        ranks: Ranks,
+        is_averaged: bool = False,
     ) -> None:
         super().__init__(named_parameters, config)
         self._ranks = ranks
+        self._is_averaged = is_averaged
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds the gradient of a micro-batch's loss."""
+        super().backward(loss * self._ranks.size if self._is_averaged else loss, is_last)
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
@@ -70,7 +82,8 @@ class DataParallelAdamW(MasterAdamW):
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        self._ranks.add_up(master.grad for master in masters if master.grad is not None)
+        if not self._is_averaged:
+            self._ranks.add_up(master.grad for master in masters if master.grad is not None)
         return super().step(rate)
 
     def state_dict(self) -> dict[str, Any]:

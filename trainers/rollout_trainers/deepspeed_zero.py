@@ -52,6 +52,7 @@ class ZeroAdamW:
         self._make_pass = make_pass
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._num_steps = 0
+        self._stage = _STAGES[config.distributed.kind]
         optimizer = torch.optim.AdamW(
             decay_groups(self._parameters.values(), section.weight_decay),
             lr=section.learning_rate,
@@ -78,6 +79,8 @@ class ZeroAdamW:
             group["lr"] = rate
         self.engine.step()
         self._num_steps += 1
+        if self._num_steps == 1 and self._stage < 3:
+            _link_moments(self.engine.optimizer)
         norm = float(self.engine.get_global_grad_norm())
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -139,6 +142,16 @@ class ZeroAdamW:
             buffer.copy_(value)
         self._ranks.copy_from_main(buffer)
         return buffer
+
+
+def _link_moments(optimizer: Any) -> None:
+    """Has DeepSpeed's accessors find the moments of all parameter groups. DeepSpeed (0.19.8) does it itself in stages 1
+    and 2 after the first group's step, when the other groups have none yet, and then never again."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
+    for parameters, flat in groups:
+        lazy_init_hp_params_optimizer_state(parameters, flat, optimizer.optimizer.state)
 
 
 def _settings(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:

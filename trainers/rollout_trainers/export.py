@@ -35,8 +35,8 @@ from rollout_trainers.durable import new_folder
 from rollout_trainers.model_card import Facts, model_card
 from rollout_trainers.resume import CHECKPOINTS
 from rollout_trainers.run_record import read_record
+from rollout_trainers.transformers_policy import ADAPTER
 
-ADAPTER_FOLDER = "adapter"  # in the folder of a model that was trained with LoRA
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -126,7 +126,7 @@ def export_model(source: Source, target: Path, *, dtype: str | None, shard_bytes
 def export_adapter(source: Source, target: Path, *, force: bool = False) -> Exported:
     """Writes the LoRA adapter alone to `target`, as PEFT and vLLM load it. Raises as `export_model`, and `ValueError`
     where the model was not trained with LoRA."""
-    adapter = source.folder / ADAPTER_FOLDER
+    adapter = source.folder / ADAPTER
     if not adapter.is_dir():
         raise ValueError(f"{source.folder} has no adapter: the model was not trained with LoRA. Leave out --adapter")
     _check_target(source, target, force)

@@ -143,7 +143,7 @@ class GRPOTrainer:
     def restore(self, folder: Path, step: int) -> None:
         """Goes on from a checkpoint, which is of `step`: its weights are the engine's policy of that version."""
         with self.ranks.calling("restore", folder, step):
-            self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank))
+            self.load_state_dict(load_trainer_state(folder, self.optimizers, self.ranks.rank, self.ranks.size))
             self.update_engine(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class GRPOTrainer:
         batches = in_parts(samples, self.config.algorithm.micro_batch_tokens)
         if self.policy.is_collective:
             batches += [PackedBatch.filler()] * (self.ranks.most(len(batches)) - len(batches))
-        return batches
+        return [batch.to(self.policy.device) for batch in batches]
 
     def update_policy(self, step: int, samples: Sequence[Sample], statistics: LearnStatistics) -> None:
         """One optimiser step. Samples that cannot move the weights count in the denominators, and cost nothing."""

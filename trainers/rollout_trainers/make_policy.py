@@ -39,8 +39,6 @@ def make_policy(config: RunConfig, engine: LLM) -> Policy:
     if not section.uses_lora:
         return TransformersPolicy(model, temperature, keeps, section.gradient_checkpointing)
     adapted = add_adapter(model, section.lora, derive_seed(config.seed, "lora"))
-    if section.lora.dropout > 0:
-        torch.manual_seed(derive_seed(config.seed, "dropout"))  # checkpoints keep the state of this generator
     return TransformersPolicy(adapted, temperature, keeps, section.gradient_checkpointing)
 
 

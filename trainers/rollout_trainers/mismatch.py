@@ -91,7 +91,7 @@ def _diagnose(
 ) -> Diagnosis:
     used: dict[int, np.ndarray] = {}
     for batch in pack_micro_batches(samples, token_budget):
-        parts = policy.frozen_logprobs(batch).split(batch.lengths.tolist())
+        parts = policy.frozen_logprobs(batch.to(policy.device)).split(batch.lengths.tolist())
         used.update((index, part.cpu().numpy()) for index, part in zip(batch.sample_indices, parts, strict=True))
     params = SamplingParams(temperature=temperature)
     turns = [turn for index, logprobs in used.items() for turn in _turns(samples[index], logprobs, params)]

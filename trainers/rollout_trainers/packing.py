@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -70,6 +70,14 @@ class PackedBatch:
             reference_logprobs=floats,
             importance=floats,
         )
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """With all tensors on `device`; itself where they are there."""
+        if self.input_ids.device == device:
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
 
     @property
     def num_input_tokens(self) -> int:

@@ -28,8 +28,8 @@ def pad(batch: PackedBatch) -> PaddedTokens:
     starts = batch.query_start.long()
     lengths = starts.diff()
     width = int(lengths.max())
-    mask = torch.arange(width)[None, :] < lengths[:, None]
-    input_ids = torch.zeros(mask.shape, dtype=torch.int64)
+    mask = torch.arange(width, device=starts.device)[None, :] < lengths[:, None]
+    input_ids = torch.zeros(mask.shape, dtype=torch.int64, device=starts.device)
     input_ids[mask] = batch.input_ids[batch.gather]
     places = batch.first[batch.rows]
     sequences = torch.searchsorted(starts, places, right=True) - 1

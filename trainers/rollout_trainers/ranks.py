@@ -72,7 +72,7 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Every rank's value (anything that can be pickled), in their order.
 
-        Raises `RankFailedError` if another rank has failed in a block of `together`.
+        Raises `RankFailedError` if another rank has failed in a block of `together`, has ended, or does not answer.
         """
         values = self._exchange(value)
         for each in values:
@@ -85,7 +85,11 @@ class Ranks:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:  # all that gloo says, be it a connection that was closed or a time limit
+            self._has_failed = True
+            raise RankFailedError(f"another rank has ended or does not answer: {error}") from error
         return values
 
     def gather_all(self, values: Sequence[T]) -> tuple[list[T], slice]:

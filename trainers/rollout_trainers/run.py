@@ -110,8 +110,12 @@ def _session(
 ) -> RunResult:
     with closing(trainer):
         session = Session(config, trainer, progress, checkpoint)
-        session.train()
-        return session.finish(started)
+        try:
+            session.train()
+            return session.finish(started)
+        except BaseException:
+            session.break_off()  # of W&B's runs one process has one at a time
+            raise
 
 
 def _check_evaluated(config: RunConfig, task: Task) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 from rollout_trainers.alert_rules import RunFacts
 from rollout_trainers.alerts import AlertWatch
 from rollout_trainers.best import Best, BestWatch
-from rollout_trainers.checkpoint import BEST_LINK, MODEL_FOLDER, mark_best, read_state, save_checkpoint
+from rollout_trainers.checkpoint import (
+    BEST_LINK,
+    MODEL_FOLDER,
+    checkpoint_folder,
+    mark_best,
+    read_state,
+    save_checkpoint,
+)
 from rollout_trainers.config import RunConfig
 from rollout_trainers.durable import new_folder
 from rollout_trainers.early_stop import EarlyStop, Stop, check_metric
@@ -89,7 +96,10 @@ class Session:
             self.evaluations[int(step)] = Evaluation(**{**saved, "successes": tuple(saved["successes"])})
         self.early_stop.load_state_dict(restored.notes["early_stop"])
         self.best.load_state_dict(restored.notes["best"])
-        mark_best(checkpoint.parent, self.best.step)  # the process may have ended before it did
+        root, best = checkpoint.parent, self.best.step
+        if best is not None and not checkpoint_folder(root, best).is_dir():  # somebody has removed it
+            self.best = BestWatch(self.config.checkpoint)
+        mark_best(root, self.best.step)  # the process may have ended before it did
         self.last_step = restored.step
         self.progress.say(f"{self.config.name}: resumed after step {restored.step}")
 
@@ -170,6 +180,10 @@ class Session:
         self.progress.say(f"{config.name}: model, metrics and report.html are in {self.directory}")
         seconds = time.perf_counter() - started
         return RunResult(self.directory, report, base, trained, p_value, seconds, stopped, best)
+
+    def break_off(self) -> None:
+        """Closes the trackers of a run that has failed."""
+        self.tracker.break_off()
 
     def _save_model(self) -> int:
         """Writes the run's trained model: the last step's, or the best one's. Returns its step."""

@@ -43,7 +43,18 @@ def _deepspeed(policy: TransformersPolicy, config: RunConfig, ranks: Ranks) -> O
     return optimizer
 
 
+def _accelerate(policy: TransformersPolicy, config: RunConfig, ranks: Ranks) -> Optimizer:
+    try:
+        from rollout_trainers.accelerated import make_optimizer, prepare
+    except ImportError as error:
+        raise ValueError("distributed.kind='accelerate' needs accelerate: pip install 'rollout-rl[train]'") from error
+
+    policy.wrap(prepare(policy.model, policy.device, ranks), ranks.is_main)
+    return make_optimizer(policy.model, config.optimizer, ranks)
+
+
 _KINDS = {
+    "accelerate": _accelerate,
     "fsdp2": _fsdp2,
     "zero1": _deepspeed,
     "zero2": _deepspeed,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -24,9 +25,13 @@ class SplitModel:
     """`hidden` calls `entry`: the model, or what wraps it (PEFT's model, a data-parallel one). Its decoder's hidden
     states are caught on the way to the head, which gets one row, for form's sake. `logits` calls a twin of the model,
     that has all its modules but for the decoder, in whose place something hands over the hidden states it was given.
+
+    With `float32_logits` a head of lower precision does not round its logits: they are summed in float32 from the
+    values of its weights and the hidden states, as the engine makes them. A head that is more than a linear layer (with
+    an adapter, say) is left as it is.
     """
 
-    def __init__(self, entry: nn.Module, model: PreTrainedModel) -> None:
+    def __init__(self, entry: nn.Module, model: PreTrainedModel, float32_logits: bool = False) -> None:
         self.entry = entry
         self._decoder = model.get_decoder()
         path = next((name for name, module in model.named_modules() if module is self._decoder), "")
@@ -34,6 +39,10 @@ class SplitModel:
             raise ValueError(f"{type(model).__name__} is not valid: it has no decoder below its head")
         self._given = _Given()
         self._head = _twin(model, path.split("."), self._given)
+        head = model.get_output_embeddings()
+        if float32_logits and type(head) is nn.Linear and head.weight.dtype != torch.float32:
+            (name,) = [name for name, module in model.named_modules() if module is head]
+            self._head = _twin(self._head, name.split("."), _Float32Linear(head))
 
     def hidden(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """input_ids, attention_mask: int64 [S, width]; rows: int64 [R], places in the flattened batch. Returns the last
@@ -55,7 +64,7 @@ class SplitModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden] -> [R, vocab], in the dtype in which the model makes them."""
+        """hidden: [R, hidden] -> [R, vocab], in the dtype in which the model makes them, or float32."""
         self._given.hidden = hidden[None]
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
@@ -75,6 +84,18 @@ class SplitModel:
                 f"policy.kind='transformers' is not valid for {type(model).__name__}: its logits are made of more than "
                 "its decoder's last hidden states"
             )
+
+
+class _Float32Linear(nn.Module):
+    """What `linear` computes, in float32 from its weights' values."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.linear.bias
+        return functional.linear(x.float(), self.linear.weight.float(), None if bias is None else bias.float())
 
 
 class _Given(nn.Module):

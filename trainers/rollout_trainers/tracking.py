@@ -113,6 +113,10 @@ class Tracker:
         self._diagnoses = JsonLines(directory / DIAGNOSES_FILE, first_step)
         self._alerts = JsonLines(directory / ALERTS_FILE, first_step)
         self._histograms = JsonLines(directory / HISTOGRAMS_FILE, first_step)
+        self._files = (
+            *(self._metrics, self._samples, self._memory),
+            *(self._diagnoses, self._alerts, self._histograms),
+        )
         mode = wandb_mode(section, environment)
         self._wandb = None
         if mode != "disabled" and importlib.util.find_spec("wandb") is not None:
@@ -163,19 +167,24 @@ class Tracker:
 
     def sync(self) -> None:
         """Waits until all files are on the disk: before a checkpoint, from which a resumed run takes them on."""
-        for file in (self._metrics, self._samples, self._memory, self._diagnoses, self._alerts, self._histograms):
+        for file in self._files:
             file.sync()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Closes the files and the W&B run; `summary` becomes its summary."""
-        self._alerts.close()
-        self._histograms.close()
-        self._metrics.close()
-        self._samples.close()
-        self._memory.close()
-        self._diagnoses.close()
+        self._close_files()
         if self._wandb is not None:
             self._wandb.finish(summary)
+
+    def break_off(self) -> None:
+        """Closes the files, and the W&B run as one that has failed: a resumed run goes on under its id."""
+        self._close_files()
+        if self._wandb is not None:
+            self._wandb.break_off()
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
 
 
 class ProgressLine:

@@ -43,13 +43,14 @@ class TransformersPolicy:
         self.model = model
         self.temperature = temperature
         self.causal_lm = causal_lm_of(model)
-        self._split = SplitModel(model, self.causal_lm)
+        self._split = SplitModel(model, self.causal_lm, float32_logits=True)
         self._entry = model
         self._writes = True
+        self._recomputes = gradient_checkpointing
         if gradient_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.eval()
-        self._split.check(self.causal_lm)
+        SplitModel(model, self.causal_lm).check(self.causal_lm)
         self._keeps_reference = keep_reference
         self._reference = None
         if keep_reference and not self.has_adapter:
@@ -95,16 +96,14 @@ class TransformersPolicy:
         if self.model.training != learns:
             self.model.train(learns)
         padded = pad(batch)
-        return self._split.hidden(
-            padded.input_ids.to(self.device), padded.attention_mask.to(self.device), padded.rows.to(self.device)
-        )
+        return self._split.hidden(padded.input_ids, padded.attention_mask, padded.rows)
 
     def token_logprobs(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from the rows that `hidden` has given. Where there are many, a part of them has logits at a time,
-        which are computed again for the gradient."""
+        which are computed again for the gradient, as they are with gradient checkpointing."""
         rows = max(1, _LOGIT_BYTES // (4 * self.vocab_size))
-        parts = list(zip(hidden.split(rows), batch.targets.to(hidden.device).split(rows), strict=True))
-        if len(parts) > 1 and torch.is_grad_enabled():
+        parts = list(zip(hidden.split(rows), batch.targets.split(rows), strict=True))
+        if torch.is_grad_enabled() and (len(parts) > 1 or self._recomputes):
             found = [checkpoint(self._part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         else:
             found = [self._part(*part) for part in parts]

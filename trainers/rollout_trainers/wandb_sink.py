@@ -107,6 +107,10 @@ class WandbSink:
         self._run.summary.update(dict(summary))
         self._run.finish()
 
+    def break_off(self) -> None:
+        """Ends the run as one that has failed."""
+        self._run.finish(exit_code=1)
+
 
 def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict) else value

@@ -469,7 +469,9 @@ def ahead_of_time_cases() -> list[KernelCase]:
         *[("bf16", "bf16", 9, 3, 64, False), ("bf16", "bf16", 32, 8, 64, False), ("bf16", "bf16", 32, 8, 128, False)],
         *[("fp16", "fp16", 32, 8, 128, False), ("fp32", "fp32", 9, 3, 64, False), ("fp32", "fp32", 32, 8, 128, False)],
         *[("bf16", "bf16", 28, 4, 128, False), ("bf16", "bf16", 32, 32, 80, False), ("bf16", "bf16", 8, 4, 256, True)],
-        *[("bf16", "int8", 9, 3, 64, False), ("bf16", "int8", 32, 8, 128, False)],
+        *[("fp16", "fp16", 32, 8, 64, False), ("bf16", "bf16", 32, 32, 96, False), ("bf16", "bf16", 32, 16, 128, True)],
+        *[("bf16", "int8", 9, 3, 64, False), ("bf16", "int8", 32, 8, 128, False), ("bf16", "int8", 8, 4, 256, True)],
+        *[("bf16", "e4m3", 9, 3, 64, False), ("bf16", "e4m3", 32, 8, 64, False)],
         *[("bf16", "e4m3", 32, 8, 128, False), ("fp16", "e4m3", 32, 8, 128, False), ("bf16", "e4m3", 8, 4, 256, True)],
     ]
     attention = [_attention_case(*case) for case in heads]
