@@ -39,6 +39,7 @@ class Teacher:
         self.folder = folder
         self.temperature = temperature
         self.sleep = sleep
+        self.device = platform.device
         config = read_config(folder)
         self.model = build_model(config, resolve_dtype(dtype, config))
         self.memory = platform.memory("teacher", num_parameter_bytes(self.model))
@@ -67,7 +68,7 @@ class Teacher:
             return []
         self.resume()
         try:
-            return [self._logprobs(batch) for batch in batches]
+            return [self._logprobs(batch.to(self.device)) for batch in batches]
         finally:
             if self.sleep:
                 self.suspend()
