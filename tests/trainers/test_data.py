@@ -139,6 +139,8 @@ def test_no_prompt_is_there_twice_and_none_of_the_evaluation_is_trained_on(tmp_p
         ({"promt": "question"}, "unknown name 'promt'; did you mean 'prompt'?"),
         ({"reward": "exact"}, "unknown name 'exact'; did you mean 'exact_answer'?"),
         ({"source": ""}, "task.parameters.source='' is not valid"),
+        ({"rename": "abc"}, "task.parameters.rename='abc' is not valid: it must be new names"),
+        ({"rename": {"solution": 3}}, "task.parameters.rename={'solution': 3} is not valid"),
         ({"prompt": "text"}, "row 0: there is no column 'text'"),
         ({"train_size": 35}, "task.train_size=35 is not valid"),
         ({"train_size": 1, "eval_size": 41}, "task.eval_size=41 is not valid"),

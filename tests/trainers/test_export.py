@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from rollout import LLM, SamplingParams
 from rollout.cli import main
 from rollout_trainers import export as export_module
+from rollout_trainers.checkpoint import copy_model_files
 from rollout_trainers.export import Source, export_model, find_source, plan_shards
 from rollout_trainers.model_card import changed_values
 from rollout_trainers.recipe import config_from_values
@@ -194,13 +195,49 @@ def test_nothing_that_is_there_is_replaced_unasked(trained: Path, tmp_path: Path
     assert "is not empty" in messages(capsys, trained, out)
     assert "something else than an exported model" in messages(capsys, trained, out, "--force")
     assert (out / "inner" / "mine.txt").read_text() == "mine"
-    assert "something else" in messages(capsys, trained, trained / "model", "--force")
+    for inside in (trained, trained / "model", trained / "checkpoints" / "step-000003" / "model"):
+        assert "is in the folder of the run" in messages(capsys, trained, inside, "--force")
     export(trained, tmp_path / "model")
     assert "is not empty" in messages(capsys, trained, tmp_path / "model")
     assert export(trained, tmp_path / "model", "--force", "--dtype", "bfloat16") == 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     (tmp_path / "empty").mkdir()
     assert export(trained, tmp_path / "empty") == 0
+
+
+def test_a_model_that_no_export_wrote_is_not_replaced(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = tmp_path / "base"
+    shutil.copytree(trained.parent / "tiny-llama", model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    message = messages(capsys, trained, model, "--force")
+    assert "'LICENSE' was not written by an export (there is no rollout_export.json in it)" in message
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_folder_to_which_something_was_added_is_not_replaced(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+):
+    out = tmp_path / "out"
+    export(trained, out)
+    if kind == "file":
+        (out / "notes.txt").write_text("mine")
+    elif kind == "folder":
+        (out / "notes.txt").mkdir()
+    else:
+        (out / "notes.txt").symlink_to(tmp_path / "elsewhere")
+    assert "'notes.txt' was not written by an export, and --force" in messages(capsys, trained, out, "--force")
+    assert "notes.txt" in [path.name for path in out.iterdir()]
+
+
+def test_the_mark_of_an_export_is_not_taken_into_the_runs_that_begin_with_it(trained: Path, tmp_path: Path):
+    export(trained, tmp_path / "out")
+    assert (tmp_path / "out" / "rollout_export.json").is_file()
+    copy_model_files(tmp_path / "out", tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+    assert not (tmp_path / "model" / "rollout_export.json").exists()
 
 
 def test_mistakes_are_named(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -264,13 +301,14 @@ def test_an_export_that_fails_leaves_what_was_there(trained: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_model_trained_with_lora_is_exported_merged_or_as_its_adapter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     from peft import AutoPeftModelForCausalLM
 
+    monkeypatch.chdir(tmp_path)
     model = make_tiny_llama(tmp_path / "base", tokenizer=True)
     values: dict[str, Any] = {
-        "model": str(model),
+        "model": "base",
         "output_dir": str(tmp_path / "run"),
         "steps": 2,
         "policy": {"kind": "transformers", "lora": {"rank": 4}},
@@ -285,6 +323,8 @@ def test_a_model_trained_with_lora_is_exported_merged_or_as_its_adapter(
     assert export(tmp_path / "run", tmp_path / "adapter", "--adapter") == 0
     assert "1 file" in capsys.readouterr().out
     assert not (tmp_path / "merged" / "adapter").exists()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model)
@@ -292,4 +332,8 @@ def test_a_model_trained_with_lora_is_exported_merged_or_as_its_adapter(
     torch.testing.assert_close(logits(adapted), logits(merged), rtol=1e-4, atol=1e-4)
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "peft"
-    assert "LoRA adapter" in card
+    assert "LoRA adapter" in card and "needs its base model, base," in card
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        model
+    )
+    assert export(tmp_path / "run", tmp_path / "adapter", "--adapter", "--force") == 0

@@ -224,10 +224,12 @@ def test_rewards_are_named_after_functions_and_classes_and_no_two_alike():
     ("values", "message"),
     [
         ([1.0], "reward 'bad' returned 1 values for 2 completions"),
+        ([1.0, "a"], "reward 'bad' returned 'a' for completion 1: 'two'"),
+        ([[1.0], 1.0], "reward 'bad' returned [1.0] for completion 0: 'one'"),
         ([1.0, float("nan")], "reward 'bad' returned nan for completion 1: 'two'"),
     ],
 )
-def test_a_reward_that_returns_something_else_is_named(values: list[float], message: str):
+def test_a_reward_that_returns_something_else_is_named(values: list[Any], message: str):
     def bad(prompts, completions, **columns):
         return values
 

@@ -300,3 +300,36 @@ def test_a_page_that_cannot_be_drawn_does_not_make_a_run_unfinished(
     record = read_record(tmp_path)
     assert record is not None and record["status"] == "finished"
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def needs_answer(prompts: Any, completions: Any, answer: list[str], weight: float = 1.0, **columns: Any) -> list[float]:
+    return [weight * (text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def test_a_column_that_a_reward_needs_is_missed_before_the_model_is_loaded(tmp_path: Path):
+    config = config_from_values({"model": str(tmp_path / "nowhere"), "output_dir": str(tmp_path / "run")})
+    whole, other = Example("a", {"answer": "1"}), Example("a", {"solution": "1", "level": 2})
+    for examples, held_out, which in (([other], [], "training"), ([whole], [other], "evaluation")):
+        with pytest.raises(ValueError, match="'needs_answer'") as raised:
+            run(config, reward_functions=[needs_answer], train=examples, evaluation=held_out)
+        assert f"needs the column 'answer', which the {which} examples do not have" in str(raised.value)
+        assert "they have 'solution', 'level'" in str(raised.value)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="nowhere"):  # whose columns are there
+        run(config, reward_functions=[needs_answer], train=[whole])
+
+
+def test_sequences_longer_than_the_model_was_made_for_are_refused_before_it_is_loaded(model: Path, tmp_path: Path):
+    shutil.copyfile(model / "config.json", tmp_path / "config.json")  # without weights
+    longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    with pytest.raises(ValueError, match=f"engine.max_model_len={longest + 1} is not valid: .* at most {longest}"):
+        train(tmp_path, tmp_path / "run", [], f"engine.max_model_len={longest + 1}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_an_output_folder_that_is_a_file_is_named(model: Path, tmp_path: Path, place: str):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"output_dir='.*' is not valid: .*file is a file"):
+        train(model, tmp_path / place, [])
+    assert (tmp_path / "file").read_text() == "mine"

@@ -30,6 +30,7 @@ from rollout_trainers.random_states import random_states, set_random_states
 
 MODEL_FOLDER = "model"  # of a checkpoint, and of a run
 BEST_LINK = "best"
+EXPORT_FILE = "rollout_export.json"  # the mark of a folder that `export.py` has written
 
 FORMAT = 2  # of the folder, as described above
 
@@ -70,10 +71,12 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
-    """Copies what a Hugging Face folder holds beside its weights: configuration and tokenizer."""
+    """Copies what a Hugging Face folder holds beside its weights: configuration and tokenizer. The mark of an exported
+    folder is not copied: the new one is none."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.is_file() and file.suffix in _MODEL_FILES and not file.name.endswith(".index.json"):
+        is_wanted = file.suffix in _MODEL_FILES and not file.name.endswith(".index.json") and file.name != EXPORT_FILE
+        if file.is_file() and is_wanted:
             shutil.copyfile(file, folder / file.name)
 
 

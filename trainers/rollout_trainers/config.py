@@ -58,11 +58,11 @@ class EngineSection:
         check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
             check_integer("engine", "max_model_len", self.max_model_len, 2)
-        if self.memory_budget is not None:
-            if self.kv_cache_memory is not None:
-                fail("engine", "memory_budget", self.memory_budget, "None where kv_cache_memory is given")
-            if parse_bytes(self.memory_budget, "engine.memory_budget") <= 0:
-                fail("engine", "memory_budget", self.memory_budget, "above 0")
+        for name, size in (("kv_cache_memory", self.kv_cache_memory), ("memory_budget", self.memory_budget)):
+            if size is not None and parse_bytes(size, f"engine.{name}") <= 0:
+                fail("engine", name, size, "above 0")
+        if self.memory_budget is not None and self.kv_cache_memory is not None:
+            fail("engine", "memory_budget", self.memory_budget, "None where kv_cache_memory is given")
         check_integer("engine", "max_num_seqs", self.max_num_seqs, 1)
         check_integer("engine", "max_num_batched_tokens", self.max_num_batched_tokens, 1)
 

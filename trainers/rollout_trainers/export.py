@@ -5,6 +5,7 @@ out/
     model.safetensors                                       or model-00001-of-00003.safetensors, … and an index
     README.md                                               the model card: recipe, scores, versions
     LICENSE*, NOTICE*                                       of the base model, where its folder has them
+    rollout_export.json                                     the names of all these: what `--force` may replace
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import GenerationConfig
 from rollout.models.loader import build_model, iterate_checkpoint, read_config, read_tensors
 from rollout_trainers.checkpoint import (
     BEST_LINK,
+    EXPORT_FILE,
     MODEL_FOLDER,
     checkpoint_step,
     copy_model_files,
@@ -32,9 +34,10 @@ from rollout_trainers.checkpoint import (
     set_dtype,
 )
 from rollout_trainers.durable import new_folder
+from rollout_trainers.lora import make_base_absolute
 from rollout_trainers.model_card import Facts, model_card
 from rollout_trainers.resume import CHECKPOINTS
-from rollout_trainers.run_record import read_record
+from rollout_trainers.run_record import RUN_FILE, read_record
 from rollout_trainers.transformers_policy import ADAPTER
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -101,11 +104,11 @@ def export_model(source: Source, target: Path, *, dtype: str | None, shard_bytes
     """Writes the model to `target`, in `dtype` (None: as it is) and in files of at most `shard_bytes` (a larger tensor
     has one of its own).
 
-    Raises `ValueError` where `target` holds something already and not `force`, or something else than a model, and for
-    weights that are not those that the configuration describes; `OSError` where it cannot be written. Whatever happens,
-    `target` is whole or what it was.
+    Raises `ValueError` where `target` holds something already and not `force`, or something else than what an export
+    wrote, and for weights that are not those that the configuration describes; `OSError` where it cannot be written.
+    Whatever happens, `target` is whole or what it was.
     """
-    _check_target(source, target, force)
+    _check_target(target, force)
     tensors = _check_weights(source.folder, dtype)
     shards = plan_shards({name: _num_bytes(tensor) for name, tensor in tensors.items()}, shard_bytes)
     largest = max((tensor.dtype for tensor in tensors.values()), key=lambda each: each.itemsize)
@@ -120,6 +123,7 @@ def export_model(source: Source, target: Path, *, dtype: str | None, shard_bytes
         _copy_license(source.facts, folder)
         card = model_card(source.facts, exported.num_parameters, exported.dtype)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        _mark(folder)
     return exported
 
 
@@ -129,15 +133,17 @@ def export_adapter(source: Source, target: Path, *, force: bool = False) -> Expo
     adapter = source.folder / ADAPTER
     if not adapter.is_dir():
         raise ValueError(f"{source.folder} has no adapter: the model was not trained with LoRA. Leave out --adapter")
-    _check_target(source, target, force)
+    _check_target(target, force)
     with new_folder(target) as folder:
         shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        base = make_base_absolute(folder)
         file = "adapter_model.safetensors"
         tensors = [tensor for _, tensor in read_tensors(folder / file)]
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         exported = Exported(target, (file,), sum(tensor.numel() for tensor in tensors), dtype)
-        card = model_card(source.facts, exported.num_parameters, dtype, is_adapter=True)
+        card = model_card(source.facts, exported.num_parameters, dtype, adapter_of=base)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        _mark(folder)
     return exported
 
 
@@ -154,18 +160,41 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _check_target(source: Source, target: Path, force: bool) -> None:
+def _check_target(target: Path, force: bool) -> None:
+    """Raises `ValueError` where `target` may not be replaced: only an export's own files are."""
     if not target.exists():
         return
     if not target.is_dir():
         raise ValueError(f"{target} is a file: choose another folder")
-    if not any(target.iterdir()):
+    entries = sorted(target.iterdir())
+    if not entries:
         return
     if not force:
         raise ValueError(f"{target} is not empty: choose another folder, or replace what is there with --force")
-    is_model = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if not is_model or target.resolve() in (source.folder, *source.folder.parents):
-        raise ValueError(f"{target} holds something else than an exported model: --force does not replace that")
+    whole = target.resolve()
+    run = next((folder for folder in (whole, *whole.parents) if (folder / RUN_FILE).is_file()), None)
+    if run is not None:
+        raise ValueError(f"{target} is in the folder of the run {run}: --force replaces nothing there")
+    written = _marked_files(target)
+    foreign = [path for path in entries if path.name not in written or path.is_symlink() or not path.is_file()]
+    if foreign:
+        why = "" if written else f" (there is no {EXPORT_FILE} in it)"
+        raise ValueError(
+            f"{target} holds something else than an exported model: {foreign[0].name!r} was not written by an "
+            f"export{why}, and --force does not replace that"
+        )
+
+
+def _mark(folder: Path) -> None:
+    """Writes which files the export consists of."""
+    names = sorted([EXPORT_FILE, *(path.name for path in folder.iterdir())])
+    (folder / EXPORT_FILE).write_text(json.dumps({"files": names}, indent=2) + "\n", encoding="utf-8")
+
+
+def _marked_files(folder: Path) -> list[str]:
+    """The names of the files that an export has written to `folder`; none where it is no export's."""
+    path = folder / EXPORT_FILE
+    return json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else []
 
 
 def _check_weights(folder: Path, dtype: str | None) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -104,3 +105,16 @@ def save_adapter(model: nn.Module, folder: Path, tensors: Mapping[str, torch.Ten
     assert isinstance(model, PeftModel)
     state = {name: tensor.contiguous() for name, tensor in tensors.items()}
     model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    make_base_absolute(folder)
+
+
+def make_base_absolute(folder: Path) -> str:
+    """Makes an adapter's configuration name its base model by the absolute path, where that is a folder here, so that
+    PEFT finds it from everywhere. Returns what it names then."""
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    base = str(config["base_model_name_or_path"])
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())
+        path.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
+    return base

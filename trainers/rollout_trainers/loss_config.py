@@ -355,6 +355,8 @@ class LossSection:
         if self.mask_low > 1:
             fail("loss", "mask_low", self.mask_low, "at most 1, the ratio of two policies that are the same")
         bounded = self.mask_low > 0 or self.mask_high is not None
-        if bounded != (self.mask_level != "none"):
-            valid = "other than 'none' exactly where mask_low or mask_high bounds it"
-            fail("loss", "mask_level", self.mask_level, valid)
+        if bounded and self.mask_level == "none":
+            name, unbounded = ("mask_low", 0) if self.mask_low > 0 else ("mask_high", None)
+            fail("loss", name, getattr(self, name), f"{unbounded} where mask_level is 'none', which masks nothing")
+        if self.mask_level != "none" and not bounded:
+            fail("loss", "mask_level", self.mask_level, "'none' where neither mask_low nor mask_high bounds it")

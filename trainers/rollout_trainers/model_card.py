@@ -33,8 +33,10 @@ class Facts:
         return None if self.config is None else Path(self.config["model"]).name
 
 
-def model_card(facts: Facts, num_parameters: int, dtype: str, is_adapter: bool = False) -> str:
-    """Markdown with the metadata that model hubs and their tools read."""
+def model_card(facts: Facts, num_parameters: int, dtype: str, adapter_of: str | None = None) -> str:
+    """Markdown with the metadata that model hubs and their tools read. `adapter_of` is the base model that a LoRA
+    adapter needs, as its configuration names it; None for a whole model."""
+    is_adapter = adapter_of is not None
     name = "model" if facts.config is None else facts.config["name"]
     algorithm = None if facts.config is None else facts.config["loss"]["algorithm"]
     tags = ["rollout", "reinforcement-learning", *([algorithm.replace("_", "-")] if algorithm else [])]
@@ -51,7 +53,7 @@ def model_card(facts: Facts, num_parameters: int, dtype: str, is_adapter: bool =
         f"{what}, trained{origin} with reinforcement learning on the task `{facts.task}`, {facts.step} steps, with "
         f"rollout {metadata.version('rollout-rl')}. {num_parameters:,} parameters, {dtype}.",
         _scores(facts),
-        _use(is_adapter),
+        _use(adapter_of),
     ]
     if facts.config is not None:
         recipe = yaml.safe_dump(changed_values(facts.config), sort_keys=False, allow_unicode=True)
@@ -92,12 +94,18 @@ def _scores(facts: Facts) -> str:
     return "## Scores\n\n" + "\n".join([*head, *lines])
 
 
-def _use(is_adapter: bool) -> str:
+def _use(adapter_of: str | None) -> str:
     load = (
         "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
-        if is_adapter
+        if adapter_of is not None
         else "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")\n'
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
     )
-    return f"## Use\n\n```python\n{load}\n```"
+    needs = ""
+    if adapter_of is not None:
+        needs = (
+            f"\n\nThe adapter needs its base model, {Path(adapter_of).name}, where `base_model_name_or_path` of "
+            "`adapter_config.json` says: on another machine, change that to where the base model is there."
+        )
+    return f"## Use\n\n```python\n{load}\n```{needs}"

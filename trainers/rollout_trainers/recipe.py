@@ -77,7 +77,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ValueError(f"override {override!r} is not valid: {section!r} is not a section")
         values = inner
-    values[name] = yaml.safe_load(text)
+    try:
+        values[name] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r} is not valid: its value is not valid YAML: {error}") from error
 
 
 def _move_choices_of_loss(values: dict[str, Any]) -> None:

@@ -70,8 +70,11 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 @contextmanager
 def open_run(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Path | None]:
     """Holds the run's folder for this process, removes what dead ones have left half-written in it, and gives the
-    checkpoint to continue from (see `find_checkpoint`)."""
+    checkpoint to continue from (see `find_checkpoint`). Raises `ValueError` where it is no folder, or as those do."""
     directory = Path(config.output_dir)
+    file = next((path for path in (directory, *directory.parents) if path.is_file()), None)
+    if file is not None:
+        raise ValueError(f"output_dir={config.output_dir!r} is not valid: {file} is a file, and it must be a folder")
     with exclusive(directory):
         for folder in (directory, directory / CHECKPOINTS):
             remove_leftovers(folder)

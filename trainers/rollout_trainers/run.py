@@ -10,11 +10,15 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from rollout import LLM
 from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
+from rollout.models.loader import build_model, read_config
 from rollout.models.pretrained import resolve_model
 from rollout_trainers.asynchronous import GroupStream, check_task
+from rollout_trainers.checks import fail
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
@@ -30,6 +34,7 @@ from rollout_trainers.random_states import seed_generators
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.resume import open_run, run_settings
+from rollout_trainers.rewards import check_columns
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.sharded import shard_policy
@@ -93,6 +98,9 @@ def run(
             task = _with_reward_model(task, config.reward_model)
             check_teacher(config)
             _check_evaluated(config, task)
+            for name, examples in {"training": task.train, **task.held_out}.items():
+                check_columns(task.rewards, examples, name or "evaluation")
+            _check_length(config)
             if ranks.is_main:
                 checkpoint = stack.enter_context(open_run(config, run_settings(config, task)))
                 progress.say(f"{config.name}: loading {config.model}")
@@ -130,6 +138,16 @@ def _check_evaluated(config: RunConfig, task: Task) -> None:
             raise ValueError(
                 f"{field}={metric!r} is not valid: the task {task.name!r} has no examples for evaluation{which}"
             )
+
+
+def _check_length(config: RunConfig) -> None:
+    """Raises `ValueError` for sequences that are longer than the model was made for, which its configuration says."""
+    wanted = config.engine.max_model_len
+    if wanted is None:
+        return
+    longest = build_model(read_config(resolve_model(config.model)), torch.float32).shape.max_position_embeddings
+    if wanted > longest:
+        fail("engine", "max_model_len", wanted, f"at most {longest}, for which the model was made")
 
 
 def _resolve_task(

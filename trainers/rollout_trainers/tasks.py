@@ -127,7 +127,13 @@ def dataset_task(section: TaskSection) -> Task:
         raise ValueError(f"task.parameters.source={source!r} is not valid: it must be a file or the name of a data set")
     if reward not in ANSWER_REWARDS:
         raise ValueError(unknown_name("task.parameters.reward", reward, ANSWER_REWARDS))
-    columns = Columns(parameters["prompt"], parameters["chat"], section.system_prompt, parameters["rename"])
+    rename = parameters["rename"]
+    if not isinstance(rename, Mapping) or not all(isinstance(name, str) for pair in rename.items() for name in pair):
+        raise ValueError(
+            f"task.parameters.rename={rename!r} is not valid: it must be new names by the columns' own, e.g. "
+            "{solution: answer}"
+        )
+    columns = Columns(parameters["prompt"], parameters["chat"], section.system_prompt, rename)
     examples = Examples(open_rows(source, parameters["split"], parameters["subset"]), columns).distinct()
     evaluation, train_from = None, 0
     if "evaluation_source" in parameters or "evaluation_split" in parameters:

@@ -2,10 +2,11 @@
 
 from rollout_trainers.rewards.answers import completion_text, exact_answer_reward, final_number_reward
 from rollout_trainers.rewards.mathematics import math_verify_reward
-from rollout_trainers.rewards.scoring import TrainerState, reward_names, score
+from rollout_trainers.rewards.scoring import TrainerState, check_columns, reward_names, score
 
 __all__ = [
     "TrainerState",
+    "check_columns",
     "completion_text",
     "exact_answer_reward",
     "final_number_reward",

@@ -11,10 +11,12 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_trainers.data import RESERVED
 from rollout_trainers.event_loop import EventLoopThread
-from rollout_trainers.types import RewardFunction, Sample
+from rollout_trainers.types import Example, RewardFunction, Sample
 
 ENVIRONMENT = "environment"  # the name of what a sample's environment gave, among its rewards
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,23 @@ def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
     return names
 
 
+def check_columns(functions: Sequence[RewardFunction], examples: Sequence[Example], which: str) -> None:
+    """Raises `ValueError` where a function has a parameter without a default that is neither what `score` gives nor a
+    column of the examples, of which it looks at the first. `which` says in the message what they are for."""
+    if not examples:
+        return
+    columns = examples[0].columns
+    for name, function in zip(reward_names(functions), functions, strict=True):
+        for parameter in inspect.signature(function).parameters.values():
+            is_needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
+            if is_needed and parameter.name not in columns and parameter.name not in RESERVED:
+                there = ", ".join(map(repr, columns)) or "no columns"
+                raise ValueError(
+                    f"reward {name!r} needs the column {parameter.name!r}, which the {which} examples do not have: "
+                    f"they have {there}"
+                )
+
+
 def score(
     samples: Sequence[Sample], functions: Sequence[RewardFunction], state: TrainerState | None = None
 ) -> dict[str, list[float]]:
@@ -83,7 +102,10 @@ def score(
         for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
             if value is None:
                 continue
-            number = float(value)
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                number = math.nan
             if not math.isfinite(number):
                 raise ValueError(f"reward {name!r} returned {value!r} for completion {index}: {sample.text!r}")
             sample.rewards[name] = number
