@@ -366,6 +366,8 @@ class RunConfig:
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+        if self.optimizer.schedule == "constant" and self.optimizer.final_fraction != 0:
+            fail("optimizer", "final_fraction", self.optimizer.final_fraction, "left out with schedule 'constant'")
 
     def _check_lengths(self) -> None:
         """A completion has less room than the context, which its prompt is in, too."""
