@@ -188,6 +188,7 @@ class LossesAsTokens:
     """A policy whose loss on a token, at an advantage of 1, is the token's id times its one weight."""
 
     is_exact = is_padded = is_collective = False
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)

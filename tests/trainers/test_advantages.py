@@ -30,6 +30,12 @@ def test_unscaled_advantages_are_differences_to_the_group_mean():
     np.testing.assert_array_equal(advantages[:4], np.array([0.5, -0.5, -0.5, 0.5], np.float32))
 
 
+def test_a_single_reward_is_no_better_than_itself():
+    """A step whose budget let one sample end has no standard deviation."""
+    advantages, _ = group_advantages([0.7], 1, "batch_std", "batch_mean")
+    assert advantages.tolist() == [0.0]
+
+
 def test_batch_std_divides_every_group_by_the_same_number():
     advantages, _ = group_advantages(REWARDS, 4, "batch_std")
     np.testing.assert_allclose(advantages[0], 0.5 / (REWARDS.std(ddof=1) + EPSILON), rtol=1e-6)

@@ -112,6 +112,12 @@ def test_a_value_that_has_left_its_range_towards_the_return_has_no_gradient_and_
     assert clipped == 1
 
 
+def test_a_value_that_has_stayed_in_its_range_is_not_counted_where_rounding_moves_it():
+    old, returns = torch.tensor([-0.10137045]), torch.tensor([3.0])
+    values = old + torch.linspace(-0.19, 0.19, 2000)
+    assert value_loss(values, old.expand(2000), returns.expand(2000), 0.2)[1] == 0
+
+
 def test_samples_without_values_or_returns_are_an_error():
     (batch,) = pack_micro_batches([make_sample([1], [3])], 10)
     with pytest.raises(ValueError, match="no values and returns"):

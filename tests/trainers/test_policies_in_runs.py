@@ -140,7 +140,7 @@ def test_a_critics_head_learns_on_the_hidden_states_of_such_a_policy(
     train(model, tmp_path, "steps=3", "loss.algorithm=ppo", "critic.learning_rate=1e-2", *policy)
     rows = step_metrics(tmp_path)
     assert all(row["grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
-    assert rows[-1]["critic/vf_loss"] < rows[0]["critic/vf_loss"]
+    assert rows[-1]["critic/vpred_mean"] > rows[0]["critic/vpred_mean"]  # from about 0 towards the rewards
 
 
 def test_optimiser_states_that_are_away_while_the_engine_samples_change_no_bit(model: Path, tmp_path: Path):

@@ -227,7 +227,16 @@ def test_the_browser_shows_the_data_by_text_and_not_as_markup(tmp_path: Path):
     assert "innerHTML" not in page
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.31, 0.32), (-5.0, 120.0), (3.0, 3.0), (0.0, 1e-6), (1, 60)])
+SAME_BUT_FOR_ROUNDING = (0.16495721976846447, 0.1649572197684645)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        *[(0.0, 1.0), (0.31, 0.32), (-5.0, 120.0), (3.0, 3.0), (0.0, 1e-6), (1, 60)],
+        *[(0.0, 1e-14), (1e-15, 3e-15), SAME_BUT_FOR_ROUNDING, (1e17, 1e17 + 16)],
+    ],
+)
 def test_ticks_cover_the_range_in_few_even_steps(low: float, high: float):
     ticks = axis_ticks(low, high)
     assert ticks[0] <= low
@@ -240,6 +249,12 @@ def test_ticks_cover_the_range_in_few_even_steps(low: float, high: float):
 def test_charts_of_one_point_and_of_none():
     assert line_chart("nothing", {}) == ""
     ElementTree.fromstring(line_chart("one <&> point", {"a": [(1, 2.0)]}))
+
+
+def test_charts_of_values_that_are_the_same_but_for_rounding():
+    for pair in (SAME_BUT_FOR_ROUNDING, (-1e-16, 1e-16), (1e17, 1e17 + 16)):
+        ElementTree.fromstring(line_chart("flat", {"a": [*enumerate(pair)]}))
+        ElementTree.fromstring(area_chart("flat", {"a": [*enumerate(map(abs, pair))]}))
 
 
 def test_stacked_bars_are_as_high_as_their_parts_and_marked_at_their_peak():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.errors import RolloutError
 from rollout_trainers import session
 from rollout_trainers.checkpoint import list_checkpoints
 from rollout_trainers.config import EvaluationSection
@@ -277,3 +278,27 @@ def test_the_record_says_from_the_first_moment_that_the_run_is_not_finished(mode
     assert record["status"] == "unfinished"
     assert record["config"] == json.loads(json.dumps(record["config"]))
     assert record["task"] == "grpo"
+
+
+def test_a_run_whose_gradient_is_not_finite_ends_with_the_alert_and_one_sentence(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(RolloutError, match=r"step 2 broke off, since the gradient's norm is nan.*learning_rate"):
+        train(model, tmp_path, [0.0] * 9, "optimizer.learning_rate=1e30")
+    (alert,) = [row for row in read_json_lines(tmp_path / "alerts.jsonl") if row["name"] == "not_finite"]
+    assert alert["step"] == 2 and "grad_norm" in alert["text"]
+    assert "not finite" in capfd.readouterr().err
+
+
+def test_a_page_that_cannot_be_drawn_does_not_make_a_run_unfinished(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: object) -> Path:
+        raise ZeroDivisionError("in a chart")
+
+    monkeypatch.setattr(session, "write_report", broken)
+    with pytest.raises(ZeroDivisionError):
+        train(model, tmp_path, [0.0] * 9)
+    record = read_record(tmp_path)
+    assert record is not None and record["status"] == "finished"
+    assert (tmp_path / "model" / "model.safetensors").is_file()

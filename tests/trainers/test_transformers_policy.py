@@ -264,8 +264,21 @@ def test_every_choice_of_lora_reaches_peft(tmp_path: Path):
     layers = {name: module for name, module in model.named_modules() if name.endswith(("q_proj", "v_proj"))}
     scaled = {name: layer.scaling["default"] for name, layer in layers.items() if hasattr(layer, "scaling")}
     assert scaled == {f"{prefix}.q_proj": 8 / 4**0.5, f"{prefix}.v_proj": 16 / 2**0.5}
-    with pytest.raises(ValueError, match="not_there"):
-        add_adapter(tiny_model(tmp_path), LoraSection(rank=4, target_modules=["not_there"]), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_modules": ["not_there"]}, r"policy.lora.target_modules=\['not_there'\] is not valid"),
+        ({"exclude_modules": ["not_there"]}, r"policy.lora.exclude_modules names 'not_there': .*q_proj"),
+        ({"rank_pattern": {"not_there": 2}}, r"policy.lora.rank_pattern names 'not_there'"),
+        ({"layers_to_transform": [1]}, r"layers_to_transform=\[1\] is not valid with target_modules='all-linear'"),
+        ({"layers_to_transform": [7], "target_modules": ["q_proj"]}, r"has 7: the model has layers 0 to 1"),
+    ],
+)
+def test_names_that_the_model_does_not_have_are_refused(tmp_path: Path, fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        add_adapter(tiny_model(tmp_path), LoraSection(rank=4, **fields), seed=1)
 
 
 def test_adapters_are_dropped_out_while_they_learn_and_nowhere_else(tmp_path: Path):

@@ -39,9 +39,9 @@ def group_advantages(
     Each reward less its baseline: the "group_mean" (GRPO), the mean of the *other* samples of its group
     ("leave_one_out": independent of the sample, so that the gradient stays unbiased; Kool et al. 2019), the mean of
     all the step's rewards ("batch_mean"), or "none". Then divided by the group's standard deviation (GRPO), by that of
-    all the step's rewards ("batch_std"), or by nothing (Dr.GRPO). Standard deviations are the sample's (n - 1). Raises
-    `ValueError` if `rewards` does not divide into groups, a group of one sample is compared within itself, or a value
-    is not finite.
+    all the step's rewards ("batch_std"), or by nothing (Dr.GRPO). Standard deviations are the sample's (n - 1), 0 of
+    one reward. Raises `ValueError` if `rewards` does not divide into groups, a group of one sample is compared within
+    itself, or a value is not finite.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     smallest = 2 if baseline in ("group_mean", "leave_one_out") or scale == "group_std" else 1
@@ -54,7 +54,7 @@ def group_advantages(
     if scale == "group_std":
         centred /= statistics.std[:, None] + EPSILON
     elif scale == "batch_std":
-        centred /= rewards.std(ddof=1) + EPSILON
+        centred /= _exact_std(rewards[None, :])[0] + EPSILON
     return centred.reshape(-1).astype(np.float32), statistics
 
 
@@ -79,7 +79,7 @@ def _centred(groups: np.ndarray, statistics: GroupStatistics, baseline: Baseline
 
 def _exact_std(groups: np.ndarray) -> np.ndarray:
     """Standard deviation of each row, exactly zero where the row's values are equal (rounding of the mean aside)."""
-    if groups.shape[1] == 1:
+    if groups.shape[1] == 1:  # a group of one; or of a step whose budget let a single sample end
         return np.zeros(groups.shape[0])
     std = groups.std(axis=1, ddof=1)
     return np.where(groups.max(axis=1) == groups.min(axis=1), 0.0, std)

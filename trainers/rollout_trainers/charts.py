@@ -26,13 +26,19 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round values that cover [low, high] in about `count` steps, both ends included."""
-    if high <= low:
-        low, high = low - 0.5, high + 0.5
+    if high <= low or _is_flat(low, high):
+        margin = max(0.5, abs(low))
+        low, high = low - margin, high + margin
     raw = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = magnitude * min(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+def _is_flat(low: float, high: float) -> bool:
+    """Whether two numbers are the same but for rounding."""
+    return high - low <= 1e-9 * max(abs(low), abs(high))
 
 
 def thin(points: Points, most: int = _MOST_POINTS) -> Points:
@@ -101,7 +107,7 @@ def line_chart(title: str, series: Mapping[str, Points], faint: Sequence[str] = 
     if not points:
         return ""
     low, high = _range(point[1] for point in points)
-    if low == high:  # a flat line stands above 0, or below
+    if _is_flat(low, high):  # a flat line stands above 0, or below
         low, high = min(0.0, low), max(0.0, high) or float(low == 0.0)
     xs, ys = axis_ticks(*_range(point[0] for point in points)), axis_ticks(low, high, 4)
     frame = _Frame(title, xs, ys, series)

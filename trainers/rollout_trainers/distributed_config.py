@@ -34,6 +34,8 @@ class DistributedSection:
         check_choice("distributed", "kind", self.kind, get_args(DistributedKind))
         check_real("distributed", "timeout", self.timeout, 0.0, open_low=True)
         check_integer("distributed", "persistent_elements", self.persistent_elements, 0)
+        if self.kind == "none" and self.timeout != _TIMEOUT:
+            fail("distributed", "timeout", self.timeout, f"{_TIMEOUT:g} where kind is 'none': nobody waits")
         if self.persistent_elements and self.kind != "zero3":
             fail("distributed", "persistent_elements", self.persistent_elements, "0 where kind is not 'zero3'")
 

@@ -27,6 +27,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> Peft
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("policy.lora needs PEFT: pip install 'rollout-rl[train]'") from error
+    _check_names(model, section)
     targets = section.target_modules
     config = LoraConfig(
         r=section.rank,
@@ -43,9 +44,34 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> Peft
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, config)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            raise ValueError(f"policy.lora.target_modules={targets!r} is not valid for this model: {error}") from error
     assert not isinstance(adapted, tuple)
     return adapted  # type: ignore[return-value]  # mixed adapters are another class, which was not asked for
+
+
+def _check_names(model: PreTrainedModel, section: LoraSection) -> None:
+    """Raises `ValueError` for names and layers that the model does not have, of which PEFT says nothing."""
+    endings = {name.rpartition(".")[2] for name, module in model.named_modules() if not list(module.children())}
+    for field in ("exclude_modules", "rank_pattern", "alpha_pattern"):
+        for name in getattr(section, field):
+            if name.isidentifier() and name not in endings:
+                known = ", ".join(sorted(endings))
+                raise ValueError(f"policy.lora.{field} names {name!r}: the model has the modules {known}")
+    if not section.layers_to_transform:
+        return
+    if isinstance(section.target_modules, str):
+        raise ValueError(
+            f"policy.lora.layers_to_transform={list(section.layers_to_transform)} is not valid with target_modules="
+            f"{section.target_modules!r}: name the modules, for example [q_proj, v_proj]"
+        )
+    num_layers = model.config.num_hidden_layers
+    missing = [layer for layer in section.layers_to_transform if not 0 <= layer < num_layers]
+    if missing:
+        layers = f"the model has layers 0 to {num_layers - 1}"
+        raise ValueError(f"policy.lora.layers_to_transform has {missing[0]}: {layers}")
 
 
 def causal_lm_of(model: nn.Module) -> PreTrainedModel:

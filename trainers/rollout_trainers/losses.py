@@ -155,9 +155,10 @@ def value_loss(
     squared = (values - returns).square()
     if clip is None:
         return 0.5 * squared, 0
-    held = old_values + (values - old_values).clamp(-clip, clip)
-    held_squared = (held - returns).square()
-    return 0.5 * torch.maximum(squared, held_squared), int((held_squared > squared).sum())
+    moved = values - old_values
+    held_squared = (old_values + moved.clamp(-clip, clip) - returns).square()
+    is_cut = (moved.abs() > clip) & (held_squared > squared)  # what has not moved so far differs by rounding alone
+    return 0.5 * torch.maximum(squared, held_squared), int(is_cut.sum())
 
 
 def kl_estimate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rollout.errors import RolloutError
 from rollout_trainers.alert_rules import RunFacts
 from rollout_trainers.alerts import AlertWatch
 from rollout_trainers.best import Best, BestWatch
@@ -33,6 +35,10 @@ from rollout_trainers.run_record import read_record, write_record
 from rollout_trainers.tracking import METRICS_FILE, ProgressLine, Tracker, read_json_lines
 from rollout_trainers.types import Sample, SampleRow
 from rollout_trainers.workspace import write_workspace
+
+
+class DivergedError(RolloutError):
+    """A gradient was not finite: the run cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,14 @@ class Session:
 
     def _step(self, step: int) -> None:
         config = self.config
-        samples, metrics = self.trainer.step(step)
+        try:
+            samples, metrics = self.trainer.step(step)
+        except FloatingPointError as error:
+            self._log_metrics(step, {"grad_norm": math.nan})
+            raise DivergedError(
+                f"step {step} broke off, since {error}. The weights are those of step {step - 1}, which may be bad "
+                "already: go back to an earlier checkpoint, with a lower optimizer.learning_rate or max_grad_norm"
+            ) from error
         self.last_step = step
         self._log(step, samples, metrics)
         missing = self.early_stop.missing(metrics)
@@ -168,9 +181,9 @@ class Session:
             "seconds": time.perf_counter() - started,
         }
         self.tracker.finish({key: value for key, value in summary.items() if key != "config"})
+        write_record(self.directory, {**self._identity(), **summary}, is_finished=True)  # whatever a page needs yet
         report = write_report(self.directory, summary)
         write_workspace(self.directory)
-        write_record(self.directory, {**self._identity(), **summary}, is_finished=True)
         for what in (stopped, best):
             if what:
                 self.progress.say(f"{config.name}: {what}")
