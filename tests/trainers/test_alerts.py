@@ -83,11 +83,26 @@ WRONG: list[tuple[str, Mapping[str, float | None], RunFacts, tuple[str, ...]]] =
     ("length_collapse", {"completions/mean_length": 2.0, "reward": 0.7}, FACTS, ("2.0 tokens", "+0.2", "samples")),
     (
         "truncation",
-        {"completions/clipped_ratio": 0.6, "completions/mean_terminated_length": 6.0},
+        {
+            "completions/clipped_ratio": 0.6,
+            "completions/mean_terminated_length": 6.0,
+            "completions/mean_length": 16.8,  # 0.6 * 24 + 0.4 * 6
+        },
         FACTS,
         ("60% of", "10% in the first steps", "unlearned to stop", "loss.drop_truncated"),
     ),
-    ("truncation", {"completions/clipped_ratio": 0.6}, FACTS, ("more room than sampling.max_tokens (24)",)),
+    (
+        "truncation",
+        {"completions/clipped_ratio": 0.6, "completions/mean_length": 20.0},  # 0.6 * 24 + 0.4 * 14
+        FACTS,
+        ("more room than sampling.max_tokens (24)",),
+    ),
+    (
+        "truncation",
+        {"completions/clipped_ratio": 0.6, "completions/mean_length": 14.0},  # those cut off: 14, too
+        replace(FACTS, max_model_len=40),
+        ("Those cut off have 14 tokens", "engine.max_model_len (40)"),
+    ),
     ("mismatch", {"sampling/logp_difference/max": 0.3}, FACTS, ("0.3 nats", "0.001", "fault", "docs/diagnose.md")),
     (
         "mismatch",
@@ -116,6 +131,7 @@ WRONG: list[tuple[str, Mapping[str, float | None], RunFacts, tuple[str, ...]]] =
         FACTS,
         ("50% of the episodes", "12% are out of time"),
     ),
+    ("environment_timeouts", {"environment/timeout_frequency": 0.5}, FACTS, ("50% of the episodes", "step_timeout")),
 ]
 
 
@@ -133,6 +149,19 @@ def test_what_goes_wrong_is_told_once_with_its_numbers_and_its_cause(
     assert page is not None
     assert page[1] == "docs/asynchrony.md" or (ROOT / page[1]).is_file() or page[1] == "docs/dashboards.md"
     assert "\n" not in alert.text and ".." not in alert.text
+
+
+def test_a_run_whose_completions_are_cut_off_from_the_start_is_told():
+    cut = {"completions/clipped_ratio": 1.0, "completions/mean_length": 24.0}
+    rows = [{**HEALTHY, **cut} for _ in range(10)]
+    for row in rows:
+        del row["completions/mean_terminated_length"]  # none has ended by itself
+    (alert,) = tell(rows)
+    assert (alert.name, alert.step, alert.title) == ("truncation", 5, "Nearly all completions are cut off")
+    assert "100% of the completions" in alert.text and "sampling.max_tokens (24)" in alert.text
+    (alert,) = tell([{**row, "completions/mean_length": 11.0} for row in rows], replace(FACTS, max_model_len=32))
+    assert "11 tokens on average" in alert.text and "engine.max_model_len (32)" in alert.text
+    assert tell([{**row, "completions/clipped_ratio": 0.7} for row in rows]) == []
 
 
 def test_every_rule_is_tried_here():

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_trainers.best import Best, BestWatch
-from rollout_trainers.config import CheckpointSection
-from rollout_trainers.early_stop import EarlyStop, check_metric
+from rollout_trainers.config import CheckpointSection, EvaluationSection, RunConfig
+from rollout_trainers.early_stop import EarlyStop
 from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 
 
@@ -139,10 +139,47 @@ def test_mistakes_are_named(values: dict[str, Any], message: str):
         EarlyStopSection(**values)
 
 
-def test_an_unknown_metric_is_answered_with_the_nearest():
-    check_metric("early_stop.metric", "entropy", ["entropy", "reward"])
-    with pytest.raises(ValueError, match=r"early_stop.metric='entrpy' .*did you mean 'entropy'\?.*entropy, reward"):
-        check_metric("early_stop.metric", "entrpy", ["reward", "entropy"])
+def test_a_name_that_nobody_knows_is_told_once_with_the_nearest():
+    stop = EarlyStop(EarlyStopSection(metric="bills", patience=1))
+    told = [stop.missing({"tools/x": 1.0, "bill": 1.0}) for _ in range(6)]
+    assert [text is not None for text in told] == [False, False, True, False, False, False]
+    assert told[2] is not None and "early_stop.metric='bills'" in told[2] and "did you mean 'bill'?" in told[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("completions/mean_terminated_length", [{}, {}, {}, {}]),  # no sample may end by itself
+        ("sampling/logp_difference/max", [{}, {}, {}, {}]),
+        ("rewards/polite/mean", [{}, {}, {}, {}]),
+        ("bill", [{}, {"bill": 1.0}, {}, {}, {}, {}]),
+    ],
+)
+def test_metrics_may_be_absent_in_some_steps(name: str, steps: list[dict[str, float]]):
+    RunConfig("m", early_stop=EarlyStopSection(metric=name, patience=1))
+    stop = EarlyStop(EarlyStopSection(metric=name, patience=1))
+    assert [stop.missing(step) for step in steps] == [None] * len(steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("entrpy", "entropy"),
+        ("completions/mean_lenght", "completions/mean_length"),
+        ("sampling/logp_diference/max", "sampling/logp_difference/max"),
+    ],
+)
+def test_a_misspelt_metric_is_refused_before_the_run(name: str, near: str):
+    with pytest.raises(ValueError, match=rf"early_stop.metric='{name}' .*did you mean '{near}'"):
+        RunConfig("m", early_stop=EarlyStopSection(metric=name, patience=1))
+
+
+def test_a_best_checkpoint_needs_evaluations_after_steps():
+    best = CheckpointSection(best_metric="eval/accuracy", load_best=True)
+    with pytest.raises(ValueError, match=r"evaluation.every=0 .*checkpoint.best_metric is 'eval/accuracy'"):
+        RunConfig("m", checkpoint=best, evaluation=EvaluationSection(at_end=False))
+    for evaluation in ({}, {"every": 1, "at_end": False}, {"at_steps": (3,), "at_end": False}):
+        RunConfig("m", checkpoint=best, evaluation=EvaluationSection(**evaluation))
 
 
 def test_the_best_is_the_first_of_the_best_values():

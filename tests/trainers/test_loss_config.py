@@ -82,6 +82,10 @@ def test_choices_that_recipes_name_in_the_section_algorithm_mean_the_same():
         ({"algorithm": "dapo", "max_sampling_rounds": 0}, "an integer of at least 1"),
         ({"overlong_penalty": 2.0}, "left out where overlong_buffer is 0"),
         ({"overlong_buffer": 1.5}, "a share, at most 1"),
+        ({"clip_low": 1.0}, "loss.clip_low=1.0 is not valid: it must be below 1"),
+        ({"algorithm": "cispo", "clip_low": 1.5}, "loss.clip_low=1.5 is not valid: it must be at most 1"),
+        ({"kl_estimator": "k3"}, "loss.kl_estimator='k3' is not valid: it must be left out where kl_coefficient is 0"),
+        ({"kl_placement": "reward"}, "loss.kl_placement='reward' is not valid: it must be left out where"),
         ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "the expected gradient of 'k1' is zero"),
         ({"kl_coefficient": 0.1, "kl_placement": "reward", "kl_estimator": "k3"}, "a reward is not differentiated"),
         (

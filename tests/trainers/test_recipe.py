@@ -59,6 +59,10 @@ def test_overrides_replace_values_of_any_section(tmp_path: Path):
         (["optimizer.learning_rate=-1"], "optimizer.learning_rate=-1.0 is not valid"),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0 is not valid: it must be below 1"),
         (["optimizer.schedule=step"], "must be one of 'constant', 'linear', 'cosine'"),
+        (
+            ["optimizer.schedule=constant", "optimizer.final_fraction=0.1"],
+            "optimizer.final_fraction=0.1 is not valid: it must be left out with",
+        ),
         (["optimizer=3"], "optimizer=3 is not valid: it must be a section"),
         (["steps=many"], "run.steps='many' is not valid: it must be an integer of at least 0"),
         (["steps=true"], "run.steps=True is not valid"),
@@ -92,6 +96,10 @@ def test_files_that_are_no_recipes_are_refused(tmp_path: Path):
         load_recipe(write(tmp_path, "- 1\n"))
     with pytest.raises(ValueError, match="not valid YAML"):
         load_recipe(write(tmp_path, "a: [1\n"))
+    with pytest.raises(ValueError, match=r"(?s)the key 'steps' is given twice.*line 3"):
+        load_recipe(write(tmp_path, "model: m\nsteps: 1\nsteps: 2\n"))
+    with pytest.raises(ValueError, match=r"(?s)the key 'seed' is given twice.*line 4"):
+        load_recipe(write(tmp_path, "model: m\ntask:\n  seed: 1\n  seed: 2\n"))
     with pytest.raises(ValueError, match="model is missing"):
         load_recipe(write(tmp_path, "steps: 1\n"))
 

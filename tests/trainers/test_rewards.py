@@ -73,6 +73,19 @@ def test_a_reward_gets_prompts_completions_and_columns_for_every_sample():
     assert samples[0].rewards == {"reward": 3.0, "half": 0.5}
 
 
+def test_a_reward_that_applies_to_no_sample_is_named():
+    def absent(prompts, completions, **columns):
+        return [None] * len(completions)
+
+    def there(prompts, completions, **columns):
+        return [1.0] * len(completions)
+
+    samples = [make_sample([1], [2], text=text) for text in ("a", "b")]
+    with pytest.warns(UserWarning, match="reward 'absent' gave None for all 2 samples"):
+        score(samples, [absent, there])
+    assert [sample.reward for sample in samples] == [1.0, 1.0]
+
+
 def test_a_reward_may_not_apply_to_a_sample_and_then_has_no_part_in_it():
     def halves(prompts, completions, **columns):
         return [0.5, None, None]

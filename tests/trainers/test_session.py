@@ -171,6 +171,8 @@ def test_the_best_checkpoint_stays_and_can_be_the_runs_model(model: Path, tmp_pa
         (("early_stop={metric: eval/acuracy, patience: 1}", "evaluation.every=1"), "early_stop.metric='eval/acuracy'"),
         (("early_stop={metric: eval/accuracy, patience: 1}",), "evaluation.every=0 .*above 0"),
         (("checkpoint.best_metric=reward",), "checkpoint.best_metric='reward' .*an evaluation's metric"),
+        (("sampling.max_tokens=64",), r"sampling.max_tokens=64 .*below engine.max_model_len \(64\)"),
+        (("evaluation.max_tokens=70",), r"evaluation.max_tokens=70 .*below engine.max_model_len \(64\)"),
         (("checkpoint.load_best=true",), "checkpoint.load_best=True .*without best_metric"),
         (("checkpoint.best_mode=min",), "checkpoint.best_mode='min' .*without best_metric"),
         (("evaluation.at_steps=[7]",), r"evaluation.at_steps=\[7\] .*steps of the run's 6"),

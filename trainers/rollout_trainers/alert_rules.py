@@ -17,6 +17,7 @@ from rollout_trainers.config import RunConfig
 
 _ALGORITHMS, _DIAGNOSE, _DASHBOARDS = "docs/algorithms.md", "docs/diagnose.md", "docs/dashboards.md"
 _FEWEST_GRADIENTS = 8  # norms before one is called a spike
+_MOSTLY_CUT = 0.9  # share of completions that are cut off, from which on no rise is needed
 _LAG = 5.0  # times the limit of a mismatch that samples of earlier policies may have: they do differ
 
 
@@ -31,6 +32,7 @@ class RunFacts:
     exact_logprobs: bool
     rounded_engine: bool
     learns_from_rewards: bool = True
+    max_model_len: int | None = None  # where the recipe gives it
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFacts:
@@ -42,6 +44,7 @@ class RunFacts:
             exact_logprobs=not algorithm.recompute_logprobs,
             rounded_engine=engine.quantization is not None or engine.kv_cache_dtype != "auto",
             learns_from_rewards=config.teacher.uses_rewards,
+            max_model_len=engine.max_model_len,
         )
 
 
@@ -160,18 +163,42 @@ def length_collapse(history: History, section: AlertsSection, facts: RunFacts) -
 
 
 def truncation(history: History, section: AlertsSection, facts: RunFacts) -> Reading | None:
-    """More and more completions are cut off."""
+    """More and more completions are cut off, or nearly all from the first steps on."""
     cut, first = history.mean("completions/clipped_ratio"), history.first_mean("completions/clipped_ratio")
     if section.truncation is None or cut is None or first is None:
         return None
     now = f"{cut:.0%} of the completions are cut off at a limit, of {first:.0%} in the first steps"
+    rise = max(0.0, cut - first)
+    badness, title = rise / section.truncation, "More completions are cut off"
+    if cut / _MOSTLY_CUT > badness:
+        badness, title = cut / _MOSTLY_CUT, "Nearly all completions are cut off"
     ended = history.mean("completions/mean_terminated_length")
-    if ended is not None and ended < facts.max_tokens / 2:
+    short = _mean_cut_length(history)
+    if short is not None and short < facts.max_tokens - 0.5:
+        context = "" if facts.max_model_len is None else f" ({facts.max_model_len})"
+        cause = (
+            f"Those cut off have {short:.0f} tokens on average, and sampling.max_tokens is {facts.max_tokens}: "
+            f"prompt and completion fill engine.max_model_len{context}."
+        )
+    elif ended is not None and ended < facts.max_tokens / 2 and cut < _MOSTLY_CUT:
         cause = f"Those that end have {ended:.0f} of {facts.max_tokens} tokens: the others have unlearned to stop."
     else:
         cause = f"They need more room than sampling.max_tokens ({facts.max_tokens})."
     cause += " A cut-off answer gets the reward of a wrong one: loss.drop_truncated leaves them out."
-    return Reading(max(0.0, cut - first) / section.truncation, "More completions are cut off", now, cause, _ALGORITHMS)
+    return Reading(badness, title, now, cause, _ALGORITHMS)
+
+
+def _mean_cut_length(history: History) -> float | None:
+    """Mean length, in the last step, of the completions that were cut off. None where there are none, and of episodes,
+    whose turns are limited one by one."""
+    row = history.last
+    cut, mean = row.get("completions/clipped_ratio"), row.get("completions/mean_length")
+    if not cut or mean is None or "num_turns/mean" in row:
+        return None
+    ended = row.get("completions/mean_terminated_length")
+    if ended is None and cut < 1:
+        return None
+    return (mean - (1 - cut) * (ended or 0.0)) / cut
 
 
 def mismatch(history: History, section: AlertsSection, facts: RunFacts) -> Reading | None:
@@ -362,6 +389,19 @@ def environment_errors(history: History, section: AlertsSection, facts: RunFacts
     return Reading(share / section.environment_errors, "Environments fail", now, cause, "docs/environments.md")
 
 
+def environment_timeouts(history: History, section: AlertsSection, facts: RunFacts) -> Reading | None:
+    """Episodes do not end in time."""
+    share = history.mean("environment/timeout_frequency")
+    if section.environment_timeouts is None or share is None:
+        return None
+    now = f"{share:.0%} of the episodes are out of time"
+    cause = (
+        "They end with what they have: a faster environment, a higher environment.step_timeout or episode_timeout, or "
+        "fewer at once (environment.max_concurrent)."
+    )
+    return Reading(share / section.environment_timeouts, "Episodes are out of time", now, cause, "docs/environments.md")
+
+
 RULES: Mapping[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -382,6 +422,7 @@ RULES: Mapping[str, Rule] = {
         kv_thrash,
         stale_samples,
         environment_errors,
+        environment_timeouts,
     )
 }
 

@@ -14,7 +14,7 @@ LIMITS: Mapping[str, tuple[str | None, str]] = {
     "entropy_growth": ("entropy_growth", "entropy is so many times that of the first steps: noise"),
     "length_growth": ("length_growth", "completions are so many times as long as in the first steps"),
     "length_collapse": ("length_shrink", "completions are so many times shorter than in the first steps"),
-    "truncation": ("truncation", "the share of completions that are cut off has risen by so much"),
+    "truncation": ("truncation", "the share of completions that are cut off has risen by so much, or is above 90 %"),
     "mismatch": (
         "mismatch",
         "logprobs of sampler and trainer differ by so much on average, with `algorithm.recompute_logprobs`; five times "
@@ -23,7 +23,11 @@ LIMITS: Mapping[str, tuple[str | None, str]] = {
     "acceptance_drop": ("acceptance", "of the best share of accepted drafts so far, so much is left"),
     "clip_ratio": ("clip_ratio", "so many of the tokens are clipped, and teach nothing"),
     "kl_runaway": ("kl", "KL to the reference, in nats a token"),
-    "policy_jump": ("ppo_kl", "one step moves the policy by so many nats a token"),
+    "policy_jump": (
+        "ppo_kl",
+        "one step moves the policy by so many nats a token; only with several optimiser steps a step, since the number "
+        "compares the later ones with the policy that has sampled",
+    ),
     "no_learning_signal": ("no_learning_signal", "in so many groups all rewards are equal"),
     "reward_hacking": (
         "held_out_drop",
@@ -32,6 +36,7 @@ LIMITS: Mapping[str, tuple[str | None, str]] = {
     "kv_thrash": ("preemptions", "so many requests are preempted for each sample of a step"),
     "stale_samples": ("staleness", "samples are so many policy versions behind"),
     "environment_errors": ("environment_errors", "so many of the episodes end by an error of their environment"),
+    "environment_timeouts": ("environment_timeouts", "so many of the episodes are out of time"),
 }
 
 

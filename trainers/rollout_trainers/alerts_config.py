@@ -6,7 +6,15 @@ from dataclasses import dataclass, fields
 
 from rollout_trainers.checks import check_flag, check_integer, check_real, fail
 
-_SHARES = ("truncation", "no_learning_signal", "clip_ratio", "acceptance", "held_out_drop", "environment_errors")
+_SHARES = (
+    "truncation",
+    "no_learning_signal",
+    "clip_ratio",
+    "acceptance",
+    "held_out_drop",
+    "environment_errors",
+    "environment_timeouts",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +28,21 @@ class AlertsSection:
     - `entropy_floor`: the policy's entropy in nats a token is below. `entropy_growth`: it is that many times what it
       was in the first steps.
     - `length_growth`, `length_shrink`: completions are that many times as long, or as short, as in the first steps.
-    - `truncation`: the share of completions that the limit cuts off has risen by that much.
+    - `truncation`: the share of completions that the limit cuts off has risen by that much; nine in ten are told
+      without a rise.
     - `mismatch`: mean |logprob difference| of sampler and trainer in nats a token, where the recipe recomputes
       logprobs. Where it does not they must be the same, and `mismatch_exact` limits the largest difference.
     - `acceptance`: the share of drafts that are accepted is below that share of the best so far.
     - `clip_ratio`: the share of tokens that the loss clips.
-    - `kl`: nats a token to the reference. `ppo_kl`: nats a token that one step moves the policy by.
+    - `kl`: nats a token to the reference. `ppo_kl`: nats a token that one step moves the policy by, which is known
+      where it makes several optimiser steps.
     - `grad_spike`: a gradient's norm is that many times the median of the steps before.
     - `no_learning_signal`: the share of groups whose rewards are all equal.
     - `held_out_drop`: held-out accuracy has fallen by that much while the training reward rose.
     - `preemptions`: preempted requests a step, as a share of its samples.
     - `staleness`: policy versions that samples are behind.
-    - `environment_errors`: the share of episodes that an error of their environment has ended.
+    - `environment_errors`: the share of episodes that an error of their environment has ended;
+      `environment_timeouts`: of those that were out of time.
     """
 
     enabled: bool = True
@@ -53,6 +64,7 @@ class AlertsSection:
     preemptions: float | None = 0.5
     staleness: float | None = 4.0
     environment_errors: float | None = 0.25
+    environment_timeouts: float | None = 0.25
 
     def __post_init__(self) -> None:
         check_flag("alerts", "enabled", self.enabled)

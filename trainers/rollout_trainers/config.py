@@ -19,6 +19,7 @@ from rollout_trainers.distributed_config import DistributedSection
 from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
 from rollout_trainers.loss_config import LossSection
+from rollout_trainers.metric_catalog import near_miss
 from rollout_trainers.policy_config import PolicySection
 from rollout_trainers.teacher_config import TeacherSection
 
@@ -356,6 +357,7 @@ class RunConfig:
                 *("algorithm", "recompute_logprobs", False),
                 "true with an engine in int8 or fp8: its logprobs differ from the trainer's, which weights correct",
             )
+        self._check_lengths()
         self._check_policy()
         self._check_distributed()
         self._check_loss()
@@ -364,6 +366,20 @@ class RunConfig:
         self._check_evaluation()
         if self.optimizer.warmup_steps > self.steps:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
+        if self.optimizer.schedule == "constant" and self.optimizer.final_fraction != 0:
+            fail("optimizer", "final_fraction", self.optimizer.final_fraction, "left out with schedule 'constant'")
+
+    def _check_lengths(self) -> None:
+        """A completion has less room than the context, which its prompt is in, too."""
+        room = self.engine.max_model_len
+        for section, max_tokens in (
+            ("sampling", self.sampling.max_tokens),
+            ("evaluation", self.evaluation.max_tokens),
+        ):
+            if room is not None and max_tokens is not None and max_tokens >= room:
+                fail(
+                    section, "max_tokens", max_tokens, f"below engine.max_model_len ({room}): the prompt is in it, too"
+                )
 
     def _check_policy(self) -> None:
         policy = self.policy
@@ -393,8 +409,17 @@ class RunConfig:
         for step in self.evaluation.at_steps:
             if step > self.steps:
                 fail("evaluation", "at_steps", list(self.evaluation.at_steps), f"steps of the run's {self.steps}")
+        best = self.checkpoint.best_metric
+        if best is not None and not (self.evaluation.is_repeated or self.evaluation.at_end):
+            valid = f"above 0 (or at_end true) where checkpoint.best_metric is {best!r}: no step would be evaluated"
+            fail("evaluation", "every", self.evaluation.every, valid)
         metric = self.early_stop.metric
-        if metric is None or not metric.startswith(EVALUATION_PREFIX):
+        if metric is None:
+            return
+        if not metric.startswith(EVALUATION_PREFIX):
+            near = near_miss(metric)
+            if near is not None:
+                fail("early_stop", "metric", metric, f"the name of a metric (did you mean {near!r}?)")
             return
         check_evaluation_metric("early_stop", "metric", metric)
         if not self.evaluation.is_repeated:

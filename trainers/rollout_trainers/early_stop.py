@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollout_trainers.early_stop_config import EarlyStopSection, Mode
+from rollout_trainers.metric_catalog import describe
+
+STEPS_TO_NAME = 3  # steps in which a metric that nobody knows may be missing before the run says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,25 @@ class EarlyStop:
         self.best: float | None = None
         self.num_without_progress = 0  # values in a row
         self.stopped: Stop | None = None
+        self._num_awaited = 0  # steps without the metric, before its first value
+        self._is_known = section.metric is None or describe(section.metric) is not None
+
+    def missing(self, metrics: Mapping[str, float]) -> str | None:
+        """Takes what a step of training has logged. After `STEPS_TO_NAME` steps without the metric it says so,
+        once: only for a name that an environment or a reward function would have to log, since metrics of the catalogue
+        may be absent in any step."""
+        if self._is_known or self.best is not None or self.section.metric in metrics:
+            self._is_known = True
+            return None
+        self._num_awaited += 1
+        if self._num_awaited != STEPS_TO_NAME:
+            return None
+        near = difflib.get_close_matches(str(self.section.metric), sorted(metrics), n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return (
+            f"early_stop.metric={self.section.metric!r} was in none of {STEPS_TO_NAME} steps{hint}: until it is "
+            f"logged, nothing stops the run early. The last step has logged {', '.join(sorted(metrics))}"
+        )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes what has been measured after `step`; where the metric is not among it, nothing happens."""
@@ -80,16 +102,6 @@ class EarlyStop:
             return
         self.best, self.num_without_progress = state["best"], state["num_without_progress"]
         self.stopped = None if state["stopped"] is None else Stop(*state["stopped"])
-
-
-def check_metric(field: str, name: str, logged: Iterable[str]) -> None:
-    """Raises `ValueError` for a metric, named by `field`, that is not among those that are `logged`."""
-    known = sorted(logged)
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
-    raise ValueError(f"{field}={name!r} is not valid: the run logs no such metric{hint}; it logs {', '.join(known)}")
 
 
 def _has_reached(value: float, threshold: float, mode: Mode) -> bool:

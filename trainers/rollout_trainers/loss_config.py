@@ -213,7 +213,7 @@ class LossSection:
     def __post_init__(self) -> None:
         check_choice("loss", "algorithm", self.algorithm, get_args(AlgorithmName))
         changed = self._fill({**_GRPO_TOKEN, **PRESETS[self.algorithm]})
-        self._fill({"kl_estimator": "ratio_k3" if self.kl_placement == "loss" else "k1"})
+        changed |= self._fill({"kl_estimator": "ratio_k3" if self.kl_placement == "loss" else "k1"})
         check_choice("loss", "correction", self.correction, get_args(Correction))
         self._fill({**_NO_CORRECTION, **CORRECTIONS[self.correction]})
         self._check_values()
@@ -268,6 +268,10 @@ class LossSection:
             check_real("loss", "dual_clip", self.dual_clip, 1.0, open_low=True)
             if self.surrogate != "clipped":
                 fail("loss", "dual_clip", self.dual_clip, "None where surrogate is not 'clipped'")
+        if self.surrogate == "clipped" and self.clip_low >= 1:
+            fail("loss", "clip_low", self.clip_low, "below 1: no ratio is below 1 - clip_low otherwise")
+        if self.clip_low > 1:
+            fail("loss", "clip_low", self.clip_low, "at most 1, which holds no ratio from below")
         unused = changed & {"ratio", "clip_low", "clip_high"}
         if self.surrogate == "log_probability" and unused:
             name = min(unused)
@@ -319,6 +323,9 @@ class LossSection:
         elif "kl_gain" in changed:
             fail("loss", "kl_gain", self.kl_gain, "left out without a kl_target")
         if not self.uses_kl:
+            for name in ("kl_placement", "kl_estimator"):
+                if name in changed:
+                    fail("loss", name, getattr(self, name), "left out where kl_coefficient is 0: there is no KL term")
             return
         if self.kl_placement == "loss" and self.kl_estimator == "k1":
             fail(

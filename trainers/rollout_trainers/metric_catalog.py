@@ -6,11 +6,13 @@ reward function, a phase, a cause. Where TRL or verl have a name for a thing, it
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
 
 _PLACE = re.compile(r"<[^>]*>")
+_MISSPELT = 0.85  # similarity of two names, by difflib, from which on one is a slip of the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,15 @@ def describe(name: str) -> Metric | None:
     metrics = [metric for group in CATALOG for metric in group.metrics]
     exact = [metric for metric in metrics if metric.name == name]
     return next(iter([*exact, *(metric for metric in metrics if metric.matches(name))]), None)
+
+
+def near_miss(name: str) -> str | None:
+    """The catalogue's name that `name` is misspelt of; None for one of its own, and for one so far from all of them
+    that an environment or a reward function may have made it up."""
+    if describe(name) is not None:
+        return None
+    known = [metric.name for group in CATALOG for metric in group.metrics]
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)), None)
 
 
 def wandb_key(name: str) -> str:

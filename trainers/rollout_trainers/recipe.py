@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
+from yaml.composer import ComposerError
 
 from rollout_trainers.config import RunConfig
 from rollout_trainers.recipe_errors import unknown_name
@@ -43,7 +44,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such recipe")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _read_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -63,6 +64,26 @@ def config_from_values(values: Mapping[str, Any], overrides: Sequence[str] = ())
     return _build(RunConfig, merged, "")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values. A key that is given twice is an error, where YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                problem = f"the key {key.value!r} is given twice"
+                raise ComposerError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # it is a SafeLoader
+
+
 def _deep_copy(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _deep_copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
@@ -78,7 +99,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise ValueError(f"override {override!r} is not valid: {section!r} is not a section")
         values = inner
     try:
-        values[name] = yaml.safe_load(text)
+        values[name] = _read_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r} is not valid: its value is not valid YAML: {error}") from error
 

@@ -25,8 +25,8 @@ from rollout_trainers.checkpoint import (
 )
 from rollout_trainers.config import RunConfig
 from rollout_trainers.durable import new_folder
-from rollout_trainers.early_stop import EarlyStop, Stop, check_metric
-from rollout_trainers.evaluation import EVALUATION_PREFIX, Evaluation, mcnemar_p_value
+from rollout_trainers.early_stop import EarlyStop, Stop
+from rollout_trainers.evaluation import Evaluation, mcnemar_p_value
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.mismatch import Finding
 from rollout_trainers.report import write_report
@@ -128,9 +128,9 @@ class Session:
             ) from error
         self.last_step = step
         self._log(step, samples, metrics)
-        watched = config.early_stop.metric
-        if step == 1 and watched is not None and not watched.startswith(EVALUATION_PREFIX):
-            check_metric("early_stop.metric", watched, metrics)
+        missing = self.early_stop.missing(metrics)
+        if missing is not None:
+            self.progress.say(f"{config.name}: step {step}: {missing}")
         self.early_stop.observe(step, metrics)
         is_better = False
         seconds = time.monotonic() - self._evaluated_at

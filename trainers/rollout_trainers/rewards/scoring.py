@@ -87,7 +87,8 @@ def score(
     Functions that are async run at once.
 
     None says that a function does not apply to a sample: it then has no part in the sample's reward, and none in the
-    function's mean. A sample to which none applies has a reward of 0, and a warning says so.
+    function's mean. A sample to which none applies has a reward of 0, and a warning says so; another names a function
+    that applies to no sample at all.
 
     Raises `ValueError` naming the function if it returns another number of values than it was given, or one that is
     neither None nor a finite number; or if it logs a column of another length.
@@ -99,6 +100,8 @@ def score(
     for name, values in zip(reward_names(functions), _values(functions, arguments), strict=True):
         if len(values) != len(samples):
             raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions")
+        if samples and all(value is None for value in values):
+            warnings.warn(f"reward {name!r} gave None for all {len(samples)} samples: it has no part", stacklevel=2)
         for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
             if value is None:
                 continue
