@@ -32,7 +32,7 @@ def test_unscaled_advantages_are_differences_to_the_group_mean():
 
 def test_a_single_reward_is_no_better_than_itself():
     """A step whose budget let one sample end has no standard deviation."""
-    advantages, _ = group_advantages([0.7], 1, "batch_std", "batch_mean")
+    advantages, _ = group_advantages(np.array([0.7]), 1, "batch_std", "batch_mean")
     assert advantages.tolist() == [0.0]
 
 
