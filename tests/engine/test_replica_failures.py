@@ -39,11 +39,11 @@ def test_a_worker_killed_while_generating_ends_the_call_with_all_that_was_sample
     whole = LLM(folder, kv_cache_memory="4MiB").generate(PROMPTS, params)
     with LLM(folder, **OPTIONS) as llm:
         pids = llm._engine.process_ids  # type: ignore[attr-defined]
+        llm.collective_rpc(delay_steps, args=(0.02,))  # or the long ones may end while this process gets no time
         llm.enqueue(PROMPTS, params)
         outputs = {}
         while len(outputs) < 2:  # the short ones
             outputs |= {output.request_id: output for output in llm.step()}
-        llm.collective_rpc(delay_steps, args=(0.02,))
         ids = llm.enqueue(PROMPTS, params)
         outputs |= {output.request_id: output for output in llm.step()}
         with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL") as caught:

@@ -201,12 +201,17 @@ class Session:
     def _save_model(self) -> int:
         """Writes the run's trained model: the last step's, or the best one's. Returns its step."""
         best = self.best.step if self.config.checkpoint.load_best else None
-        with new_folder(self.directory / MODEL_FOLDER) as folder:
-            if best is None or best == self.last_step:
-                self.trainer.save_policy(folder)
-                return self.last_step
-            shutil.copytree(self.directory / CHECKPOINTS / BEST_LINK / MODEL_FOLDER, folder, dirs_exist_ok=True)
-            return best
+        target = self.directory / MODEL_FOLDER
+        try:
+            with new_folder(target) as folder:
+                if best is None or best == self.last_step:
+                    self.trainer.save_policy(folder)
+                    return self.last_step
+                shutil.copytree(self.directory / CHECKPOINTS / BEST_LINK / MODEL_FOLDER, folder, dirs_exist_ok=True)
+                return best
+        except OSError as error:
+            left = "its checkpoints stay: resume=true goes on from the newest"
+            raise OSError(f"the run's model could not be saved, {target} cannot be written: {error}; {left}") from error
 
     def _identity(self) -> dict[str, Any]:
         """What is known of the run from the beginning."""
