@@ -97,6 +97,21 @@ class Constant:
         pass
 
 
+def check_wishes(config: SchedulerConfig, wanted: list[Wish], speculation: Speculation) -> None:
+    """Every request ends with the tokens that it has without speculation."""
+    runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
+    requests: list[Request] = []
+    for number, wish in enumerate(wanted):
+        family = wish.family(str(number), arrival=number)
+        runner.add(family[0])
+        requests += family
+    runner.run(max_steps=5000)
+    for request in requests:
+        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        check_tokens(request)
+    assert is_idle(runner.scheduler)
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     configs(),
@@ -109,17 +124,7 @@ def test_tokens_do_not_depend_on_drafts(
     config: SchedulerConfig, wanted: list[Wish], rightness: float, most_drafts: int, most_sequences: int
 ):
     speculation = speculate(rightness, most_drafts, most_sequences)
-    runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
-    requests: list[Request] = []
-    for number, wish in enumerate(wanted):
-        family = wish.family(str(number), arrival=number)
-        runner.add(family[0])
-        requests += family
-    runner.run(max_steps=5000)
-    for request in requests:
-        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        check_tokens(request)
-    assert is_idle(runner.scheduler)
+    check_wishes(config, wanted, speculation)
     assert all(map(int.__le__, speculation.num_accepted, speculation.num_drafted))
     if rightness == 0.0:
         assert sum(speculation.num_accepted) == 0
@@ -137,16 +142,7 @@ def test_tokens_do_not_depend_on_guesses_in_the_place_of_drafts(
     config: SchedulerConfig, wanted: list[Wish], rightness: float, most_drafts: int, most_alternatives: int
 ):
     speculation = branch(rightness, most_drafts, most_alternatives)
-    runner = FakeRunner(Scheduler(config, speculation), vocab=VOCAB)
-    requests: list[Request] = []
-    for number, wish in enumerate(wanted):
-        family = wish.family(str(number), arrival=number)
-        runner.add(family[0])
-        requests += family
-    runner.run(max_steps=5000)
-    for request in requests:
-        check_tokens(request)
-    assert is_idle(runner.scheduler)
+    check_wishes(config, wanted, speculation)
     tried, right = speculation.alternatives_tried_and_right
     assert right <= tried and (rightness or not right)
 

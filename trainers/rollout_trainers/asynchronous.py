@@ -99,8 +99,6 @@ class GroupStream:
         self._measured_at = time.perf_counter()
         self._taken: list[Group] = []
 
-    # What the trainer calls.
-
     def take(self, step: int, count: int, first_place: int = 0) -> list[Sample]:
         """Samples of `count` groups for `step`, group after group, once they have all ended; of fewer where the step's
         budget is spent. Another call for the same step takes more.
@@ -276,8 +274,6 @@ class GroupStream:
     def _num_tokens(self) -> float:
         """That the engine has sampled so far; 0 where no budget counts them."""
         return 0.0 if self.section.step_tokens is None else self.engine.get_metrics()["generation_tokens_total"]
-
-    # The sampler.
 
     def _start(self) -> None:
         if self._thread is None:
