@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rollout.weights.gather import SMALL_BYTES, gathered, gathered_bytes, reshard
+from rollout.weights.gloo_threads import wait_for_gloo_at_exit
 from rollout.weights.policy_weights import Weight, policy_weights
 from rollout.weights.transport import NamedTensor
 
@@ -92,6 +94,8 @@ def policy_tensors(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is not valid: a {type(model).__name__} is no torch module")
     reshard(model)
+    if dist.is_available() and dist.is_initialized():
+        wait_for_gloo_at_exit()
     return PolicyTensors(policy_weights(model), max_bucket_bytes, dtype)
 
 

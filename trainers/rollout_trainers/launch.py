@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rollout.weights.gloo_threads import wait_for_gloo_at_exit
 from rollout_trainers.config import RunConfig
 from rollout_trainers.distributed_config import DistributedSection
 from rollout_trainers.ranks import Ranks
@@ -34,6 +35,7 @@ def joined(config: RunConfig, environment: Mapping[str, str] = os.environ) -> It
             )
         yield Ranks()
         return
+    wait_for_gloo_at_exit()
     groups = config.algorithm.prompts_per_step
     if groups < num_processes:
         raise ValueError(
