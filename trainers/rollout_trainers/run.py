@@ -249,4 +249,5 @@ def _make_critic(config: RunConfig, policy: Policy) -> Critic:
     if section.kind == "value_head":
         return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)
+    checkpointing = config.policy.gradient_checkpointing
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device, checkpointing)
