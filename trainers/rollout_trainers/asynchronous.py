@@ -95,11 +95,10 @@ class GroupStream:
             if not is_further:
                 self._begin_budget()
             started = time.perf_counter()
-            self._end_rest()
             while self._choose(step, count) is None:
                 with self._changed:
                     assert self._has_work(), "a batch is waited for, and no group is on its way"
-                    self._changed.wait_for(self._can_advance, self._seconds_left())
+                    self._wait_to_advance()
                 self._advance()
             self._begin_rest()
             self._sampling_seconds += time.perf_counter() - started
@@ -193,15 +192,15 @@ class GroupStream:
     def _state_of(self, group: Group) -> dict[str, Any]:
         """With nothing but its number and its age where it must be begun anew."""
         kept = self._source.state(group.number)
-        return {**asdict(group), "place": None if kept is None else group.place, "kept": kept}
+        return {**asdict(group), "place": None if kept is None else group.place, "output": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` has given, before the first batch is taken."""
         assert not self.book.groups, "a stream that has begun cannot take over another's groups"
         groups = [Group(each["number"], each["version"], each["begun_for"], each["place"]) for each in state["groups"]]
         for group, each in zip(groups, state["groups"], strict=True):
-            if each["kept"] is not None:
-                self._source.restore(group.number, each["kept"], has_ended=group.place is not None)
+            if each["output"] is not None:
+                self._source.restore(group.number, each["output"], has_ended=group.place is not None)
         self._to_begin = [group.number for group in groups if group.place is None]
         self.book.restore(state["step"], state["next_number"], groups)
         self.lengths.load_state_dict(state["lengths"])
@@ -271,14 +270,22 @@ class GroupStream:
         with self._changed:
             if not self._is_closed and not self._can_advance():
                 self._idle_since = time.perf_counter()
-                while not self._is_closed and not self._has_work():
-                    self._begin_rest()
-                    self._changed.wait()
-                self._end_rest()
-                self._changed.wait_for(lambda: self._is_closed or self._can_advance(), self._seconds_left())
+                self._wait_to_advance()
                 self._sampler_idle += time.perf_counter() - self._idle_since
                 self._idle_since = None
             return not self._is_closed
+
+    def _wait_to_advance(self) -> None:
+        """Until there is something to do, or something is late; what there is to wait for may change meanwhile."""
+        while not self._is_closed and not self._can_advance():
+            if not self._has_work():
+                self._begin_rest()
+                self._changed.wait()
+                continue
+            self._end_rest()
+            if not self._changed.wait(self._seconds_left()):
+                return
+        self._end_rest()
 
     def _begin_rest(self) -> None:
         if self._rests_since is None:

@@ -280,7 +280,7 @@ def test_under_one_policy_episodes_are_those_of_synchronous_training_also_after_
         assert stream.engine.get_metrics()["num_requests_running"] == 0
         file.seek(0)
         state = torch.load(file, weights_only=True)
-        kept = {each["number"] for each in state["groups"] if each["kept"] is not None}
+        kept = {each["number"] for each in state["groups"] if each["output"] is not None}
         stream = make_stream(folders[0], config, streams, made)
         stream.load_state_dict(state)
         stream.update(step, lambda update: update.load(weights[0]))
@@ -310,7 +310,7 @@ def test_where_rewards_ask_for_environments_what_has_ended_is_played_again_too(
     first = stream.take(1, 2)
     stream.update(1, lambda update: update.load(weights[0]))
     state = stream.state_dict()
-    assert [each["kept"] for each in state["groups"]] == [None, None]
+    assert [each["output"] for each in state["groups"]] == [None, None]
     other = make_stream(folders[0], config, streams, keeps_ended=False)
     other.load_state_dict(state)
     other.update(1, lambda update: update.load(weights[0]))
