@@ -37,7 +37,7 @@ _SECONDS_TO_END = 60.0  # for the step that the engine is in; the thread does no
 class StreamEngine(Engine, Protocol):
     """What a stream asks of an engine; `rollout.LLM` is one."""
 
-    def enqueue(self, prompts: Any, sampling_params: Any = None) -> list[str]: ...
+    def enqueue(self, prompts: Any, sampling_params: Any = None, *, lora_request: Any = None) -> list[str]: ...
 
     def enqueue_resume(self, outputs: Any, sampling_params: Any) -> list[str]: ...
 
@@ -78,6 +78,7 @@ class GroupStream:
             config.steps,
         )
         self.lengths = RunLengths()
+        self._adapter = config.policy.sent_adapter
         self._examples = examples
         self._tokenizer = engine.get_tokenizer()
         self._running: dict[int, str] = {}  # the engine's ids of those that it has, by number
@@ -320,12 +321,16 @@ class GroupStream:
                 numbers.append(self.book.begin())
         if restored:
             names = [f"group-{number}" for number in restored]
-            outputs = [replace(each, request_id=name) for each, name in zip(restored.values(), names, strict=True)]
+            outputs = [
+                replace(each, request_id=name, lora_request=self._adapter)
+                for each, name in zip(restored.values(), names, strict=True)
+            ]
             ids = self.engine.enqueue_resume(outputs, [self._params(number) for number in restored])
             self._note_running(restored, ids, names)
         if numbers:
             prompts = [encode_prompt(self._example(number).prompt, self._tokenizer).token_ids for number in numbers]
-            ids = self.engine.enqueue(prompts, [self._params(number) for number in numbers])
+            params = [self._params(number) for number in numbers]
+            ids = self.engine.enqueue(prompts, params, lora_request=self._adapter)
             self._note_running(numbers, ids, ids)
         assert self._running, "a batch is waited for, and no group is on its way"
         outputs = self.engine.step(list(self._running.values()))

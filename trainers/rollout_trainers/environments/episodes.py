@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rollout import LLM
+from rollout.lora.request import LoRARequest
 from rollout.outputs import RequestOutput
 from rollout.prompts import Message
 from rollout.sampling_params import SamplingParams
@@ -58,9 +59,10 @@ def run_episodes(
     params: Sequence[SamplingParams],
     make_environment: EnvironmentFactory,
     section: EnvironmentSection,
+    adapter: LoRARequest | None = None,
 ) -> list[Episode]:
     """One episode of each example, in order. `params` are those of every turn of it: `max_tokens` is a turn's, and the
-    seed stays the same, since the noise is a function of the position too.
+    seed stays the same, since the noise is a function of the position too. Turns are sampled with the `adapter`.
 
     What environments raise, what they return that is no observation or reward, and what takes them too long, ends
     their episodes alone. Where the engine raises, or the run is interrupted, all are given up, and nothing of them is
@@ -71,7 +73,7 @@ def run_episodes(
             raise ValueError(f"n={each.n} is not valid in an episode: give the example once for each")
     episodes = [Episode(example) for example in examples]
     with EventLoopThread() as loop:
-        _Run(llm, make_environment, section, loop).run(
+        _Run(llm, make_environment, section, loop, adapter).run(
             [_Running(episode, each) for episode, each in zip(episodes, params, strict=True)]
         )
     return episodes
@@ -97,9 +99,15 @@ class _Running:
 
 class _Run:
     def __init__(
-        self, llm: LLM, make_environment: EnvironmentFactory, section: EnvironmentSection, loop: EventLoopThread
+        self,
+        llm: LLM,
+        make_environment: EnvironmentFactory,
+        section: EnvironmentSection,
+        loop: EventLoopThread,
+        adapter: LoRARequest | None,
     ) -> None:
         self._llm = llm
+        self._adapter = adapter
         self._make_environment = make_environment
         self._section = section
         self._loop = loop
@@ -199,7 +207,7 @@ class _Run:
         if len(session.token_ids) >= limit:
             self._end(running, "length")
             return
-        (running.request_id,) = self._llm.enqueue([session.token_ids], running.params)
+        (running.request_id,) = self._llm.enqueue([session.token_ids], running.params, lora_request=self._adapter)
         self._sampling[running.request_id] = running
 
     def _sample(self) -> None:
