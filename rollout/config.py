@@ -18,13 +18,15 @@ class EngineConfig:
     `kv_cache_memory` (bytes, or text such as "4GiB") gives the KV pool outright; otherwise the pool takes what
     `gpu_memory_utilization` of the device's memory leaves after weights and the measured peak of a forward pass.
     `device` "auto" is CUDA where there is a device. `kernels` "auto" are the C++ kernels on a CPU and Triton's on CUDA.
-    `kv_cache_dtype="int8"` keeps keys and values as 8-bit integers with a scale for each token and head, in about half
-    the memory of bfloat16. A trainer's forward pass does not quantise: the sampler's logprobs then differ from its own.
+    `dtype` "auto" is the checkpoint's own, bfloat16 for one in float16; "float16" has kernels on CUDA alone.
+    `kv_cache_dtype` "int8", or "fp8" on CUDA (e4m3; also "fp8_e4m3", as vLLM has it), keeps keys and values in 8 bits
+    with a scale for each token and head, in about half the memory of bfloat16 (`docs/quantization.md`). A trainer's
+    forward pass does not quantise: the sampler's logprobs then differ from its own.
     `swap_space` is host memory for the KV of preempted requests, used with `preemption_mode="swap"`. `enforce_eager`
     runs every step through the model's Python instead of replaying recorded decode steps; results are the same.
     `quantization="int8"` computes matrix products with int8 copies of the weights, made anew by every policy update:
     faster, with logprobs of the rounded weights (`docs/quantization.md`); a trainer's own, from the weights themselves,
-    differ from them and need a correction (`rollout_trainers.corrections`). CPU only.
+    differ from them and need a correction (`rollout_trainers.corrections`).
     `enable_lora` makes room for `max_loras` LoRA adapters of ranks up to `max_lora_rank` (`docs/lora.md`).
     `generation_config` "off" samples with the defaults of `SamplingParams` where no parameters are given; "auto" with
     what the model's `generation_config.json` suggests, or that in another folder. What it changes is logged.
@@ -44,13 +46,13 @@ class EngineConfig:
     tokenizer: str | None = None
     generation_config: str = "off"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory: int | str | None = None
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"  # the last is stored as "fp8"
     gpu_memory_utilization: float = 0.5
     swap_space: int | str = 0
     enable_prefix_caching: bool = True
@@ -75,18 +77,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice(self, "device", ("auto", "cpu", "cuda"))
-        _check_choice(self, "dtype", ("auto", "bfloat16", "float32"))
-        _check_choice(self, "kv_cache_dtype", ("auto", "int8"))
+        _check_choice(self, "dtype", ("auto", "bfloat16", "float16", "float32"))
+        _check_choice(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3"))
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         _check_choice(self, "preemption_mode", ("recompute", "swap"))
         _check_choice(self, "scheduling_policy", ("fcfs", "priority"))
         _check_choice(self, "logprobs_mode", ("raw_logprobs", "processed_logprobs"))
         _check_choice(self, "kernels", ("auto", "cpu", "triton", "reference"))
         _check_choice(self, "quantization", (None, "int8"))
-        if self.quantization is not None and (self.device == "cuda" or self.kernels == "triton"):
-            raise ValueError(
-                f"quantization={self.quantization!r} is not supported with device={self.device!r} and "
-                f"kernels={self.kernels!r}: only on the CPU"
-            )
         sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size")
         for field in (*sizes, "data_parallel_size", "max_loras", "max_lora_rank"):
             _check_positive(self, field)

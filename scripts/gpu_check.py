@@ -82,25 +82,10 @@ FULL = Size(
     square=8192,
 )
 SMALL = Size(
-    hidden=64,
-    layers=1,
-    intermediate=96,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=160,
-    dtype=torch.float32,
-    rows=(1, 3),
-    sequences=2,
-    keys=20,
-    batches=(1, 3),
-    compared=(1,),
-    prompt=6,
-    output=3,
-    repeats=1,
-    stream_bytes=1 << 16,
-    square=32,
-)
+    hidden=64, layers=1, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=160, dtype=torch.float32,
+    rows=(1, 3), sequences=2, keys=20, batches=(1, 3), compared=(1,), prompt=6, output=3, repeats=1,
+    stream_bytes=1 << 16, square=32,
+)  # fmt: skip
 
 
 class Check:
@@ -227,6 +212,9 @@ def kernels(check: Check, rows: list[Row]) -> None:
     record("embedding", found, rk.embedding(ids.cpu(), _wide(weight)), rk.embedding(ids[:1], weight), 0.0)
     _check_rotary(check, record, count, rounding)
     _check_attention(check, record, rounding)
+    _check_quantised_caches(check, record, rounding)
+    _check_attention_gradients(check, record, 8 * rounding)
+    _check_linear_int8(check, record, x, weight)
     logits = check.random(count, size.vocab, dtype=torch.float32, scale=3.0)
     targets = torch.randint(0, size.vocab, (count,), device=check.device)
     found, alone = rk.token_logprobs(logits, targets), rk.token_logprobs(logits[:1], targets[:1])
@@ -277,14 +265,70 @@ def _check_attention(check: Check, record: Record, rounding: float) -> None:
     check.expect(torch.equal(decoded, found[last]), "kernels: paged_attention: decode has other bits than prefill")
 
 
-def _paged(check: Check, lengths: list[int], k: torch.Tensor, v: torch.Tensor) -> tuple[rk.KVCache, torch.Tensor]:
+def _check_quantised_caches(check: Check, record: Record, rounding: float) -> None:
+    """A decode over caches in 8 bits, against float64 over what torch rounds keys and values to."""
+    size, options = check.size, (16, check.size.head_dim**-0.5)
+    ones = torch.arange(3, dtype=torch.int32, device=check.device)
+    seq_lens = torch.tensor([5, 40], dtype=torch.int32, device=check.device)
+    q = check.random(2, size.heads, size.head_dim)
+    k, v = (check.random(45, size.kv_heads, size.head_dim) for _ in range(2))
+    for name, dtype, largest in (("int8", torch.int8, 127.0), ("float8", torch.float8_e4m3fn, 448.0)):
+        cache, tables = _paged(check, [5, 40], k, v, dtype)
+        found = rk.paged_attention(q, cache, tables, ones, seq_lens, *options)
+        alone = rk.paged_attention(q[:1], cache, tables[:1], ones[:2], seq_lens[:1], *options)
+        assert isinstance(found, torch.Tensor) and isinstance(alone, torch.Tensor)
+        rounded = []
+        for x in (k.cpu().float(), v.cpu().float()):
+            scale = x.abs().amax(-1, keepdim=True) / largest
+            whole = (x / scale).round() if dtype is torch.int8 else x / scale
+            rounded.append(whole.to(dtype).double() * scale.double())
+        queries = _wide(q).repeat_interleave(torch.tensor([5, 40]), 0)
+        expected = rk.varlen_attention(queries, *rounded, torch.tensor([0, 5, 45], dtype=torch.int32), options[1])
+        record(f"paged_attention, {name} cache", found, expected[[4, 44]], alone, 2 * rounding)
+
+
+def _check_attention_gradients(check: Check, record: Record, bound: float) -> None:
+    """Under a window and a soft cap; the first sequence alone has the same bits."""
+    size, start = check.size, torch.tensor([0, 9, 9 + min(check.size.keys, 150)], dtype=torch.int32)
+    inputs = [check.random(int(start[-1]), heads, size.head_dim) for heads in (size.heads, *[size.kv_heads] * 2)]
+
+    def gradients(tensors: list[torch.Tensor], start: torch.Tensor) -> torch.Tensor:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = rk.varlen_attention(leaves[0], leaves[1], leaves[2], start, size.head_dim**-0.5, 7, 4.0)
+        return torch.cat([grad.flatten(1) for grad in torch.autograd.grad(out.double().square().sum(), leaves)], 1)
+
+    found, expected = gradients(inputs, start.to(check.device)), gradients([_wide(x) for x in inputs], start)
+    alone = gradients([x[:9] for x in inputs], start[:2].to(check.device))
+    record("attention gradients", found, expected, alone[:1], bound)
+
+
+def _check_linear_int8(check: Check, record: Record, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Against the reference on the host, whose packed weight must have the same bits."""
+    packed = rk.quantize_weight(weight)
+    with rk.use_backend("reference"):
+        host = rk.quantize_weight(weight.cpu())
+        expected = rk.linear_int8(x.cpu(), host, None, torch.float32)
+    same = torch.equal(packed.values.cpu(), host.values) and torch.equal(packed.scales.cpu(), host.scales)
+    check.expect(same, "kernels: quantize_weight: other bits than on the CPU")
+    found, alone = (rk.linear_int8(rows, packed, None, torch.float32) for rows in (x, x[:1]))
+    record("linear_int8", found, expected, alone, 1e-5)
+
+
+def _paged(
+    check: Check, lengths: list[int], k: torch.Tensor, v: torch.Tensor, quantised: torch.dtype | None = None
+) -> tuple[rk.KVCache, torch.Tensor]:
     """A cache that holds the sequences in blocks of 16 tokens, which lie in random order, and the block tables."""
     size = check.size
     counts = [-(-length // 16) for length in lengths]
     blocks = torch.randperm(sum(counts)).to(torch.int32)
     layout = rk.backend_on(check.device).kv_layout
-    shapes = rk.kv_cache_shapes(sum(counts), 16, size.kv_heads, size.head_dim, size.dtype, layout)
-    cache = rk.KVCache(*(torch.zeros(shape, dtype=size.dtype, device=check.device) for shape in shapes))
+    dtype = quantised or size.dtype
+    shapes = rk.kv_cache_shapes(sum(counts), 16, size.kv_heads, size.head_dim, dtype, layout)
+    parts = [torch.zeros(shape, dtype=dtype, device=check.device) for shape in shapes]
+    if quantised is not None:
+        scales = rk.kv_scale_shape(sum(counts), 16, size.kv_heads)
+        parts += [torch.zeros(scales, device=check.device) for _ in range(2)]
+    cache = rk.KVCache(*parts)
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     slots, first = [], 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):

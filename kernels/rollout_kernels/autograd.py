@@ -251,6 +251,8 @@ def packed_attention(
     query_start: torch.Tensor,
     scale: float,
     return_lse: bool,
+    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention over packed sequences by way of a scratch KV pool, as the engine computes it."""
     starts = query_start.to(torch.int64)
@@ -266,35 +268,49 @@ def packed_attention(
     block_tables = (first_block[:, None] + torch.arange(width, device=q.device)).to(torch.int32)
     return backend.paged_attention(
         *(q, cache, block_tables, query_start, lengths.to(torch.int32), _POOL_BLOCK, scale, return_lse),
-        *(None, None),  # neither a window nor a soft cap
+        *(window, soft_cap),
     )
 
 
 def _varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     checks.packed_kv(k, v)
     checks.query_heads(q, k.shape[1])
     checks.query_start(query_start, q.shape[0])
-    out, lse = packed_attention(backend_for(q, backend), q, k, v, query_start, scale, True)
+    out, lse = packed_attention(backend_for(q, backend), q, k, v, query_start, scale, True, window, soft_cap)
     assert lse is not None  # it was asked for
     return out, lse
 
 
 def _varlen_attention_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
 
 
 def _varlen_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, query_start, ctx.scale, ctx.backend = inputs
+    q, k, v, query_start, *ctx.options = inputs  # the scale, the window, the soft cap, the backend
     ctx.save_for_backward(q, k, v, *output, query_start)
     ctx.mark_non_differentiable(output[1])
 
 
 def _varlen_attention_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> Gradients:
-    return *attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.backend), None, None, None
+    return *attention_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
 def _gradients_of_attention(
@@ -306,9 +322,13 @@ def _gradients_of_attention(
     lse: torch.Tensor,
     query_start: torch.Tensor,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return backend_for(q, backend).attention_backward(grad.contiguous(), q, k, v, out, lse, query_start, scale)
+    return backend_for(q, backend).attention_backward(
+        grad.contiguous(), q, k, v, out, lse, query_start, scale, window, soft_cap
+    )
 
 
 def _gradients_of_attention_fake(
@@ -320,13 +340,16 @@ def _gradients_of_attention_fake(
     lse: torch.Tensor,
     query_start: torch.Tensor,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 varlen_attention = define(
-    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor query_start, float scale, str backend) -> (Tensor, Tensor)",
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor query_start, float scale, int? window, float? soft_cap, "
+    "str backend) -> (Tensor, Tensor)",
     _varlen_attention,
     _varlen_attention_fake,
     _varlen_attention_setup,
@@ -334,7 +357,7 @@ varlen_attention = define(
 )
 attention_backward = define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query_start, "
-    "float scale, str backend) -> (Tensor, Tensor, Tensor)",
+    "float scale, int? window, float? soft_cap, str backend) -> (Tensor, Tensor, Tensor)",
     _gradients_of_attention,
     _gradients_of_attention_fake,
 )

@@ -15,7 +15,7 @@ from rollout_kernels.int8 import Int8Weight, int8_weight_shapes
 from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache, KVLayout, tile_shapes
 from rollout_kernels.results import SampleArguments
 
-MODEL_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def fail_shape(name: str, tensor: torch.Tensor, wanted: str) -> None:
@@ -24,7 +24,7 @@ def fail_shape(name: str, tensor: torch.Tensor, wanted: str) -> None:
 
 def model_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in MODEL_DTYPES:
-        raise TypeError(f"{name} is {dtype}: it must be bfloat16 or float32 (or float64, for the reference)")
+        raise TypeError(f"{name} is {dtype}: it must be bfloat16, float16 or float32 (or float64, for the reference)")
 
 
 def same_dtype(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -77,8 +77,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 
 def _low_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"{name} is {dtype}: it must be bfloat16 or float32")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"{name} is {dtype}: it must be bfloat16, float16 or float32")
 
 
 def _int8_weight(name: str, weight: Int8Weight, rows: int, depth: int) -> None:

@@ -1,9 +1,10 @@
 """The public operations: check the arguments, choose the backend, go through autograd where a gradient is wanted.
 
 T is the number of tokens, H the hidden size, Hq and Hkv the query and key-value heads, D the head dimension, R the
-number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, and float64 for the reference; the
-*wide* dtype is float32 (float64 for float64 inputs). Every output row has the same bits whatever rows stand beside it
-and however many threads work. Errors: `TypeError` for a dtype, `ValueError` for a shape, a layout or a value.
+number of rows of logits, V the vocabulary. Model tensors are bfloat16 or float32, float16 on CUDA and for the
+reference, and float64 for the reference; the *wide* dtype is float32 (float64 for float64 inputs). Every output row has
+the same bits whatever rows stand beside it and however many threads work. Errors: `TypeError` for a dtype, `ValueError`
+for a shape, a layout or a value.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def merged_linear(
 
 
 def quantize_weight(weight: torch.Tensor, into: Int8Weight | None = None) -> Int8Weight:
-    """weight [N, K], bfloat16 or float32, rounded to int8 with one scale a row, packed for `linear_int8`.
+    """weight [N, K], in a model's dtype but float64, rounded to int8 with one scale a row, packed for `linear_int8`.
 
     Overwrites `into`, made by an earlier call or of the shapes of `int8_weight_shapes`, where it is given. All backends
     give the same bits. A row that holds NaN or an infinity gets the scale NaN, so that its products are NaN.
@@ -152,9 +153,9 @@ def linear_int8(
 ) -> torch.Tensor:
     """x [T, K] @ weight^T (+ bias [N]) -> [T, N] with int8 products, rounded once to `out_dtype` (x's).
 
-    Each row of x, bfloat16 or float32, is rounded to int8 with one scale for every 32 neighbours along K. Products
-    inside such a group are summed as integers, groups in ascending order as float32. A group that holds NaN or an
-    infinity makes its row NaN. There is no gradient: raises `ValueError` where one is wanted.
+    Each row of x, in a model's dtype but float64, is rounded to int8 with one scale for every 32 neighbours along K.
+    Products inside such a group are summed as integers, groups in ascending order as float32. A group that holds NaN or
+    an infinity makes its row NaN. There is no gradient: raises `ValueError` where one is wanted.
     """
     out_dtype = out_dtype or x.dtype
     checks.linear_int8(x, weight, bias, out_dtype)
@@ -297,22 +298,30 @@ def paged_attention(
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal self-attention over packed sequences, differentiable: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
 
-    The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly.
+    The forward writes k and v to a scratch KV pool and calls `paged_attention`'s kernel: the engine's bits exactly,
+    `window` and `soft_cap` included. On a CPU gradients under a soft cap, or a window that hides keys, are computed by
+    the reference: right, and slow.
     """
     checks.packed_kv(k, v)
-    checks.attention_options(scale, None, None)
+    checks.attention_options(scale, window, soft_cap)
     checks.same_dtype("q", q, "k", k)
     checks.query_heads(q, k.shape[1])
     if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         checks.fail_shape("k", k, f"[{q.shape[0]}, Hkv, {q.shape[2]}]")
     if _goes_through_torch(q, k, v):
-        return autograd.varlen_attention(q, k, v, query_start, scale, current_setting())[0]
+        return autograd.varlen_attention(q, k, v, query_start, scale, window, soft_cap, current_setting())[0]
     checks.query_start(query_start, q.shape[0])
-    return autograd.packed_attention(backend_for(q), q, k, v, query_start, scale, False)[0]
+    return autograd.packed_attention(backend_for(q), q, k, v, query_start, scale, False, window, soft_cap)[0]
 
 
 def copy_blocks(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]], tiles_per_block: int) -> None:

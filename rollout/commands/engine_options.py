@@ -12,7 +12,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer, if it is not in the model's folder")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
     group.add_argument("--kernels", choices=("auto", "cpu", "triton", "reference"), help="which kernels to run")
     group.add_argument("--num-threads", type=int, metavar="N")
     group.add_argument("--max-model-len", type=int, metavar="TOKENS")
@@ -20,7 +20,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="token budget of a step")
     group.add_argument("--block-size", type=int, metavar="TOKENS")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or text such as 4GiB")
-    group.add_argument("--kv-cache-dtype", choices=("auto", "int8"), help="int8: quantised keys and values")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help="keys and values in 8 bits")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     group.add_argument(
         "--enforce-eager", action="store_const", const=True, help="run every step through Python; same results, slower"

@@ -336,7 +336,7 @@ class Splitter:
             return
         exact_engine, exact_trainer = engine, trainer
         config = self.llm.config
-        if dtype is not torch.float32 or config.quantization is not None or config.kv_cache_dtype == "int8":
+        if dtype is not torch.float32 or config.quantization is not None or config.kv_cache_dtype != "auto":
             exact_engine = self._rescore(torch.float32)
         if isinstance(self.scorer, ModuleScorer):
             in_float32 = self.scorer.with_weights(self._engine_weights(), torch.float32)

@@ -17,10 +17,21 @@ class Attention(nn.Module):
     trainer gets the sampler's bits, and gradients.
     """
 
-    def __init__(self, layer_index: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        layer_index: int,
+        head_dim: int,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        """`scale` (None: head_dim^-0.5) multiplies the scores; a token sees itself and the `window - 1` before it; with
+        `soft_cap` a score s becomes soft_cap * tanh(s / soft_cap)."""
         super().__init__()
         self.layer_index = layer_index
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window = window
+        self.soft_cap = soft_cap
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, only: LastRows | None = None
@@ -37,6 +48,8 @@ class Attention(nn.Module):
         out = rollout_kernels.paged_attention(
             *(q, cache, paged.block_tables, query_start, paged.seq_lens, paged.block_size, self.scale),
             last_places=paged.last_places,
+            window=self.window,
+            soft_cap=self.soft_cap,
         )
         assert isinstance(out, torch.Tensor)  # a pair only where the log-sum-exp is asked for
         return out
@@ -45,7 +58,7 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, shared: SharedRows | None
     ) -> torch.Tensor:
         """Rows that sequences share are laid out for each of them, for the attention alone."""
-        if shared is None:
-            return rollout_kernels.varlen_attention(q, k, v, query_start, self.scale)
-        q, k, v = (take_rows(rows, shared.gather) for rows in (q, k, v))
-        return take_rows(rollout_kernels.varlen_attention(q, k, v, query_start, self.scale), shared.first)
+        if shared is not None:
+            q, k, v = (take_rows(rows, shared.gather) for rows in (q, k, v))
+        out = rollout_kernels.varlen_attention(q, k, v, query_start, self.scale, self.window, self.soft_cap)
+        return out if shared is None else take_rows(out, shared.first)

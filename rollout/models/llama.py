@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ class LlamaConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    sliding_window: int | None = None  # tokens that a token sees, itself among them; None: all before it
 
     @classmethod
     def from_pretrained_config(cls, config: PretrainedConfig) -> LlamaConfig:
@@ -78,7 +80,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = Linear(hidden, self.num_kv_heads * head_dim, dtype, bias)
         self.o_proj = Linear(self.num_heads * head_dim, hidden, dtype, bias, out_dtype=torch.float32)
         self.qkv = MergedLinear(self.q_proj, self.k_proj, self.v_proj)
-        self.attention = Attention(layer_index, head_dim)
+        self.attention = Attention(layer_index, head_dim, window=config.sliding_window)
         self.rotary = (rotary,)  # shared by all layers; in a tuple, so that it is registered once, in LlamaModel
 
     def forward(
@@ -166,7 +168,7 @@ class LlamaForCausalLM(CausalLM):
         self.tied_names = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     @classmethod
-    def from_pretrained_config(cls, config: PretrainedConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    def from_pretrained_config(cls, config: PretrainedConfig, dtype: torch.dtype) -> Self:
         return cls(LlamaConfig.from_pretrained_config(config), dtype)
 
     @property

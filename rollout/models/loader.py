@@ -19,7 +19,7 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.registry import ModelRegistry
 from rollout.weights.names import canonical_name
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIGNMENT = 64  # bytes; a cache line, and a vector register
 
 
@@ -34,12 +34,12 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def resolve_dtype(requested: str, config: PretrainedConfig) -> torch.dtype:
-    """ "auto" is the checkpoint's own dtype where it is supported, else bfloat16 (float16 checkpoints)."""
+    """ "auto" is the checkpoint's own dtype where that is bfloat16 or float32, else bfloat16 (float16 checkpoints)."""
     if requested != "auto":
         return _DTYPES[requested]
     stored = config.dtype if config.dtype is not None else torch.float32
     name = str(stored).removeprefix("torch.")
-    return _DTYPES.get(name, torch.bfloat16)
+    return torch.float32 if name == "float32" else torch.bfloat16
 
 
 def build_model(config: PretrainedConfig, dtype: torch.dtype) -> CausalLM:

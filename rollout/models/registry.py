@@ -8,12 +8,16 @@ from transformers import PretrainedConfig
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.llama import LlamaForCausalLM
+from rollout.models.mistral import MistralForCausalLM
 
 
 class ModelRegistry:
     """Architectures by the name that a checkpoint's `config.json` lists under `architectures`."""
 
-    _classes: ClassVar[dict[str, type[CausalLM]]] = {"LlamaForCausalLM": LlamaForCausalLM}
+    _classes: ClassVar[dict[str, type[CausalLM]]] = {
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "MistralForCausalLM": MistralForCausalLM,
+    }
 
     @classmethod
     def register_model(cls, architecture: str, model_class: type[CausalLM]) -> None:

@@ -15,8 +15,8 @@ Carve = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """`kernels` is what the kernels call their layout. With `is_int8` keys and values have a scale for each token and
-    head beside them."""
+    """`kernels` is what the kernels call their layout. Keys and values that are `quantised` to a dtype have a scale for
+    each token and head beside them."""
 
     num_layers: int
     num_heads: int
@@ -24,16 +24,16 @@ class PoolLayout:
     dtype: torch.dtype
     block_size: int
     kernels: rollout_kernels.KVLayout
-    is_int8: bool = False
+    quantised: torch.dtype | None = None
 
     def tensors(self, num_blocks: int) -> list[tuple[Sequence[int], torch.dtype]]:
         """Shapes and types of the fields of one layer's `KVCache`."""
-        dtype = torch.int8 if self.is_int8 else self.dtype
+        dtype = self.quantised or self.dtype
         keys, values = rollout_kernels.kv_cache_shapes(
             num_blocks, self.block_size, self.num_heads, self.head_dim, dtype, self.kernels
         )
         scales = rollout_kernels.kv_scale_shape(num_blocks, self.block_size, self.num_heads)
-        return [(keys, dtype), (values, dtype), *([(scales, torch.float32)] * 2 if self.is_int8 else [])]
+        return [(keys, dtype), (values, dtype), *([(scales, torch.float32)] * 2 if self.quantised is not None else [])]
 
     @property
     def block_bytes(self) -> int:

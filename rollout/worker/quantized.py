@@ -8,27 +8,30 @@ others, and has to correct for the difference (`rollout_trainers.corrections`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from rollout.models.causal_lm import CausalLM
 from rollout.models.products import MatrixProduct, matrix_products
-from rollout.worker.slab import Slab, slab_bytes
+from rollout.platform.platform import Memory
+from rollout.worker.slab import slab_bytes
 from rollout_kernels import Int8Weight, int8_weight_shapes, quantize_weight
 
 _ROWS = 1024  # of a weight, quantised at a time for a comparison; whole panels of the packed layout
 
 
 class QuantizedWeights:
-    """The int8 copies of one model, in a slab of their own. They hold nothing before the first `remake`."""
+    """The int8 copies of one model, in memory of their own, on the weights' device. They hold nothing before the first
+    `remake`; whoever asks for them takes memory that was given back into use again, all zeros."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, memory: Callable[[int], Memory]) -> None:
+        """`memory` gives what so many bytes are carved from."""
         self._products = matrix_products(model)
         shapes = [int8_weight_shapes(*product.weight.shape) for product in self._products]
         sizes = [size for values, scales in shapes for size in ((values, torch.uint8), (scales, torch.float32))]
-        self.slab = Slab("quantized_weights", slab_bytes(sizes))
+        self.slab = memory(slab_bytes(sizes))
         self._copies: dict[str, Int8Weight] = {}
         self._is_current = False
         for product, (values, scales) in zip(self._products, shapes, strict=True):
@@ -49,12 +52,14 @@ class QuantizedWeights:
     def remake(self) -> None:
         """Quantises every weight as it is now."""
         self._is_current = False
+        self.slab.resume()
         for product in self._products:
             quantize_weight(product.weight.detach(), self._copies[product.name])
         self._is_current = True
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The copies' tensors, for fingerprints: "int8.lm_head.values", "int8.lm_head.scales", ..."""
+        self.slab.resume()
         return {
             f"int8.{name}.{part}": tensor
             for name, copy in self._copies.items()
@@ -63,6 +68,7 @@ class QuantizedWeights:
 
     def stale(self) -> list[str]:
         """Names of the tensors that are not what quantising the weights gives now, bit for bit."""
+        self.slab.resume()
         return [name for product in self._products for name in self._stale_parts(product)]
 
     def _stale_parts(self, product: MatrixProduct) -> list[str]:
@@ -77,5 +83,7 @@ class QuantizedWeights:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """In this thread alone: handing out so little work costs torch more than the work."""
-    return np.array_equal(one.numpy().view(np.int32), other.numpy().view(np.int32))
+    """On a CPU in this thread alone: handing out so little work costs torch more than the work."""
+    if one.is_cpu:
+        return np.array_equal(one.numpy().view(np.int32), other.numpy().view(np.int32))
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))

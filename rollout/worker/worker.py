@@ -34,6 +34,7 @@ from rollout.speculation.rejection import RejectionSampler
 from rollout.speculation.with_weights import make_model_drafter
 from rollout.weights.names import DRAFTER_PREFIX
 from rollout.worker.decode_program import MOST_DECODE_ROWS
+from rollout.worker.formats import check_formats, quantised_kv
 from rollout.worker.graphs import DecodeGraphs
 from rollout.worker.inputs import DirectInputs, StagedInputs, StepInputs
 from rollout.worker.ledger import LedgerReport, MemoryLedger, SleepReport, WakeReport
@@ -74,6 +75,7 @@ class Worker:
         self.folder = folder
         model_config = read_config(folder)
         self.dtype = resolve_dtype(config.dtype, model_config)
+        check_formats(config, self.dtype, kernels.name)
         self.model = build_model(model_config, self.dtype)
         shape = self.model.shape
         self._layout = PoolLayout(
@@ -83,7 +85,7 @@ class Worker:
             self.dtype,
             config.block_size,
             kernels.kv_layout,
-            is_int8=config.kv_cache_dtype == "int8",
+            quantised=quantised_kv(config),
         )
         self.ledger = MemoryLedger(self.platform.used_memory, self.platform.trim)
 
@@ -93,12 +95,9 @@ class Worker:
         self.ledger.register("buffers", lambda: sum(buffer.nbytes for buffer in self.model.buffers()))
         self.quantized: QuantizedWeights | None = None
         if config.quantization == "int8":
-            if self._on_gpu or self._runs_triton:
-                raise ValueError(
-                    f"quantization='int8' is not supported on {self.device} with {kernels.name} kernels: give "
-                    "device='cpu' and kernels 'auto', 'cpu' or 'reference'"
-                )
-            self.quantized = QuantizedWeights(self.model)
+            self.quantized = QuantizedWeights(
+                self.model, lambda num_bytes: self.platform.memory("quantized_weights", num_bytes)
+            )
             self.ledger.register("quantized_weights", self.quantized.slab)
         self.adapters: AdapterMemory | None = None
         if config.enable_lora:

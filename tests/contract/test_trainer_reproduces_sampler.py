@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 import rollout_kernels
 from rollout import LLM, CompletionOutput, RequestOutput, SamplingParams
+from rollout.layers.attention import Attention
 from rollout.models.causal_lm import CausalLM
+from rollout.models.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM
 from rollout.models.registry import ModelRegistry
 from rollout.worker.batch import ForwardBatch
 from tests.support.tiny import make_tiny_llama, make_tiny_model
@@ -73,6 +76,30 @@ def test_packed_forward_equals_what_was_sampled(case: str, temperature: float, t
     prompts = [[5 + i] * (3 + 9 * i) for i in range(5)]
     outputs = llm.generate(prompts, SamplingParams(n=4, max_tokens=40, seed=3, temperature=temperature))
     check(llm.shared_model(), outputs, temperature)
+
+
+class CappedForCausalLM(LlamaForCausalLM):
+    """What Gemma 2 does to attention: capped scores of another scale, a window in every other layer."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        for index, layer in enumerate(self.model.layers):
+            attention = layer.get_submodule("self_attn")
+            assert isinstance(attention, LlamaAttention)
+            attention.attention = Attention(index, config.head_dim, 0.4, 11 if index % 2 else None, 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_capped_scores_and_windows_that_alternate_reproduce_what_they_sampled(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    ModelRegistry.register_model("CappedForCausalLM", CappedForCausalLM)
+    folder = make_tiny_llama(tmp_path, dtype=dtype)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["CappedForCausalLM"]}))
+    llm = LLM(folder, kv_cache_memory="16MiB", max_num_batched_tokens=24)
+    outputs = llm.generate([[5 + i] * (3 + 9 * i) for i in range(3)], SamplingParams(n=2, max_tokens=20, seed=3))
+    check(llm.shared_model(), outputs, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -263,7 +263,5 @@ def test_what_is_not_supported_is_refused(policies: Policies) -> None:
     for value in ("int4", "", 8, True):
         with pytest.raises(ValueError, match=f"quantization={value!r} is not valid: it must be one of None, 'int8'"):
             EngineConfig(model="m", quantization=value)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="quantization='int8' is not supported with device='cuda'"):
-        EngineConfig(model="m", quantization="int8", device="cuda")
     with pytest.raises(ValueError, match="remake_quantized_weights"):
         policies.engine(**INT8).collective_rpc("remake_quantized_weights")

@@ -111,3 +111,21 @@ def test_adapters_give_the_references_samples_and_the_same_bits_by_every_way(fou
     assert captured == adapters["eager"] == adapters["after level 2"]
     assert captured[2:] == adapters["alone"]
     assert captured[1:2] == adapters["without"]  # the row without an adapter: an engine that has none
+
+
+def test_other_number_formats_give_the_references_samples_and_the_same_bits_by_every_way(found: dict[str, Any]) -> None:
+    plain = found["formats"]["float16"]["reference"]
+    for name, ways in found["formats"].items():
+        captured, reference = ways["captured"], ways["reference"]
+        assert [sample["token_ids"] for sample in captured] == [sample["token_ids"] for sample in reference], name
+        np.testing.assert_allclose(values(captured, "raw"), values(reference, "raw"), rtol=0, atol=5e-3, err_msg=name)
+        assert captured == ways["eager"], name
+        assert captured[:1] == ways["alone"], name
+        assert (reference == plain) == (name == "float16")
+
+
+def test_int8_copies_on_a_device_are_given_back_in_sleep_and_made_again(found: dict[str, Any]) -> None:
+    copies = found["copies"]
+    assert copies["held"] == copies["released"] > 0 and copies["asleep"] == 0
+    assert copies["first"] == copies["again"]
+    assert copies["stale"] == ["int8.lm_head.scales"]

@@ -50,6 +50,12 @@ def test_varlen_attention_gradcheck() -> None:
     assert gradcheck(lambda q, k, v: rk.varlen_attention(q, k, v, starts(5, 1, 3), 0.4), (q, k, v))
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (3, None), (None, 0.7), (2, 1.5), (9, None)])
+def test_varlen_attention_gradcheck_under_windows_and_soft_caps(window: int | None, soft_cap: float | None) -> None:
+    q, k, v = leaf(9, 4, 6, seed=1), leaf(9, 2, 6, seed=2), leaf(9, 2, 6, seed=3)
+    assert gradcheck(lambda q, k, v: rk.varlen_attention(q, k, v, starts(5, 1, 3), 0.4, window, soft_cap), (q, k, v))
+
+
 def test_token_logprobs_gradcheck() -> None:
     ids = torch.tensor([0, 10, 3])
     assert gradcheck(lambda x: rk.token_logprobs(x, ids, 0.5), (leaf(3, 11, seed=1),))
@@ -120,6 +126,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return rk.varlen_attention(q, k, v, QUERY_START, 0.3)
 
 
+def capped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return rk.varlen_attention(q, k, v, QUERY_START, 0.3, window=13, soft_cap=2.0)
+
+
 # name -> (function, shapes of its inputs)
 OPERATIONS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "linear": (rk.linear, [(70, 63), (131, 63), (131,)]),
@@ -130,6 +140,7 @@ OPERATIONS: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "silu_and_mul": (rk.silu_and_mul, [(70, 150)]),
     "attention": (attention, [(70, 7, 80), (70, 1, 80), (70, 1, 80)]),
     "grouped attention": (attention, [(70, 9, 16), (70, 3, 16), (70, 3, 16)]),
+    "attention under a window and a cap": (capped_attention, [(70, 4, 20), (70, 2, 20), (70, 2, 20)]),
     "linear_token_logprobs": (
         lambda h, w: rk.linear_token_logprobs(h, w, IDS, 0.8, chunk=32)[0],
         [(70, 63), (131, 63)],

@@ -12,7 +12,7 @@ from rollout_kernels import reference
 from rollout_kernels.cpu.build import openmp_runtimes
 from rollout_kernels.cpu.ops import CpuKernels
 from rollout_kernels.dispatch import backend_for
-from tests.support.kernels import randn
+from tests.support.kernels import assert_close, randn
 
 
 def test_settings_choose_the_backend_and_are_restored() -> None:
@@ -32,6 +32,28 @@ def test_settings_choose_the_backend_and_are_restored() -> None:
 def test_float64_is_always_the_reference() -> None:
     with rk.use_backend("cpu"):
         assert backend_for(randn(2, dtype=torch.float64)) is reference
+
+
+def test_float16_is_computed_by_the_reference_and_has_no_cpu_kernels() -> None:
+    x, weight = randn(3, 40, dtype=torch.float16, seed=1), randn(8, 40, dtype=torch.float16, seed=2)
+    heads = weight.view(8, 2, 20)
+    calls = {
+        "linear": lambda: rk.linear(x, weight),
+        "rms_norm": lambda: rk.rms_norm(x, weight[0].contiguous(), 1e-5)[0],
+        "silu_and_mul": lambda: rk.silu_and_mul(x),
+        "varlen_attention": lambda: rk.varlen_attention(heads, heads, heads, torch.tensor([0, 5, 8]).int(), 0.3),
+        "embedding": lambda: rk.embedding(torch.tensor([2, 0]), weight),
+        "linear_silu_and_mul": lambda: rk.linear_silu_and_mul(x, weight),
+        "lora_shrink": lambda: rk.lora_shrink(x, weight[None], torch.zeros(3, dtype=torch.int32)),
+    }
+    for name, call in calls.items():
+        with rk.use_backend("reference"):
+            half = call()
+        assert half.isfinite().all() and half.abs().sum() > 0, name
+        with pytest.raises(TypeError, match=r"torch.float16"), rk.use_backend("cpu"):
+            call()
+    with rk.use_backend("reference"):
+        assert_close(rk.linear(x, weight), x.double() @ weight.double().T, 2**-11 + 4e-6)
 
 
 def test_unknown_settings_and_devices_are_named() -> None:

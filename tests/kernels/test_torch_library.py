@@ -58,7 +58,8 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[OpOverload, tuple[Any, ...]]]:
         "rms_norm": (autograd.rms_norm, (x, norm, 1e-5, wide, dtype)),
         "rotate": (autograd.rotate, (q, k, positions, table(16), 1.0)),
         "silu_and_mul": (autograd.silu_and_mul, (x,)),
-        "varlen_attention": (autograd.varlen_attention, (q, k, v, STARTS, 0.3)),
+        "varlen_attention": (autograd.varlen_attention, (q, k, v, STARTS, 0.3, None, None)),
+        "varlen_attention, window and cap": (autograd.varlen_attention, (q, k, v, STARTS, 0.3, 3, 2.0)),
         "token_logprobs": (autograd_linear.token_logprobs, (logits, IDS, temperatures, 1.0)),
         "linear_token_logprobs": (autograd_linear.linear_token_logprobs, (x, weight, IDS, None, 0.7, 4, 6)),
     }

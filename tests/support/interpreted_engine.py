@@ -245,6 +245,52 @@ def with_adapters(folder: Path) -> dict[str, Any]:
     return found
 
 
+FORMATS: dict[str, dict[str, Any]] = {
+    "float16": {"dtype": "float16"},
+    "fp8 KV": {"kv_cache_dtype": "fp8"},
+    "int8 weights": {"quantization": "int8"},
+}
+
+
+def in_other_formats(folder: Path) -> dict[str, Any]:
+    """Samples of the reference and of Triton's kernels, these by three ways that must give the same bits."""
+    batch = prompts()[1:3]
+    params = [SamplingParams(max_tokens=2, seed=index, ignore_eos=True) for index in range(2)]
+    found: dict[str, Any] = {}
+    for name, options in FORMATS.items():
+        engines = {
+            "reference": LLM(folder, kernels="reference", **(ENGINE | options)),
+            "captured": LLM(folder, kernels="triton", **(ENGINE | options)),
+            "eager": LLM(folder, kernels="triton", enforce_eager=True, max_num_batched_tokens=13, **(ENGINE | options)),
+        }
+        found[name] = {way: plain(llm.generate(batch, params, use_tqdm=False)) for way, llm in engines.items()}
+        found[name]["alone"] = plain(engines["captured"].generate(batch[:1], params[:1], use_tqdm=False))
+    return found
+
+
+def copies_on_a_device(folder: Path) -> dict[str, Any]:
+    """Int8 copies in memory that is given back in sleep and comes back elsewhere."""
+    with cuda_like():
+        llm = LLM(folder, kernels="triton", quantization="int8", max_num_batched_tokens=16, **ENGINE)
+    params = SamplingParams(max_tokens=2, seed=5, ignore_eos=True)
+
+    def run() -> list[dict[str, Any]]:
+        return plain(llm.generate(prompts()[4], params, use_tqdm=False))
+
+    found: dict[str, Any] = {"first": run(), "held": llm.memory_ledger()["quantized_weights"].resident}
+    found["released"] = llm.sleep(2).released["quantized_weights"]
+    found["asleep"] = llm.memory_ledger()["quantized_weights"].resident
+    llm.wake_up()
+    llm.reload_weights()
+    llm.verify()
+    found["again"] = run()
+    copy = llm.engine.executor.worker.model.int8
+    assert copy is not None
+    copy.scales.mul_(2)
+    found["stale"] = llm.engine.stale_copies()
+    return found
+
+
 def adapter_tensors(llm: LLM, rank: int, layers: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Strong random tensors for the layers with these names."""
     generator = torch.Generator().manual_seed(rank)
@@ -270,6 +316,8 @@ def main() -> None:
         "preempted": preempted(one_layer),
         "life": life(one_layer),
         "adapters": with_adapters(one_layer),
+        "formats": in_other_formats(one_layer),
+        "copies": copies_on_a_device(one_layer),
         "reference": {
             "receipt": receipt.parameters_fingerprint,
             "scores": [output.logprobs.tolist() for output in reference.score(prompts()[2:4], use_tqdm=False)],

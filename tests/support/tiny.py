@@ -21,6 +21,9 @@ CHAT_TEMPLATE = (
 )
 
 
+TINY_WINDOW = 12  # tokens, of models whose architecture has a sliding window
+
+
 def make_tiny_llama(
     path: Path | str,
     *,
@@ -130,6 +133,8 @@ def make_tiny_model(path: Path | str, architecture: str, dtype: torch.dtype, see
         pad_token_id=None,
         architectures=[architecture],
     )
+    if "sliding_window" in config.to_dict():  # the default is longer than any test's sequence
+        config.sliding_window = TINY_WINDOW
     model = model_class(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

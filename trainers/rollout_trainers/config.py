@@ -34,9 +34,9 @@ class EngineSection:
 
     `sleep` gives the KV pool's memory back to the operating system while the trainer has the machine. `memory_budget`
     (bytes, or text such as "8GiB") is for sampler and trainer together: the KV pool gets what the trainer's measured
-    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. "int8" as `quantization` or
-    `kv_cache_dtype` samples faster from rounded weights or KV (`docs/quantization.md`): the sampler's logprobs then
-    differ from the trainer's, and importance weights correct for that.
+    needs leave (`rollout.memory_treaty`), in place of a fixed `kv_cache_memory`. `quantization` "int8" and
+    `kv_cache_dtype` "int8" or "fp8" sample faster from rounded weights or KV (`docs/quantization.md`): the sampler's
+    logprobs then differ from the trainer's, and importance weights correct for that.
     """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -46,7 +46,7 @@ class EngineSection:
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | str | None = None
     memory_budget: int | str | None = None
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
     quantization: Literal["int8"] | None = None
     enable_prefix_caching: bool = True
     sleep: bool = True
@@ -54,7 +54,7 @@ class EngineSection:
     def __post_init__(self) -> None:
         check_choice("engine", "dtype", self.dtype, ("auto", "bfloat16", "float32"))
         check_choice("engine", "device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        check_choice("engine", "kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8", "fp8", "fp8_e4m3"))
         check_choice("engine", "quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None:
             check_integer("engine", "max_model_len", self.max_model_len, 2)
@@ -350,11 +350,11 @@ class RunConfig:
         check_integer("run", "seed", self.seed, 0)
         if self.seed > MAX_SEED:
             fail("run", "seed", self.seed, f"at most {MAX_SEED}")
-        int8 = "int8" in (self.engine.quantization, self.engine.kv_cache_dtype)
-        if int8 and not self.algorithm.recompute_logprobs:
+        is_rounded = self.engine.quantization is not None or self.engine.kv_cache_dtype != "auto"
+        if is_rounded and not self.algorithm.recompute_logprobs:
             fail(
                 *("algorithm", "recompute_logprobs", False),
-                "true with an engine in int8, whose logprobs are not the trainer's: importance weights correct it",
+                "true with an engine in int8 or fp8: its logprobs differ from the trainer's, which weights correct",
             )
         self._check_policy()
         self._check_distributed()

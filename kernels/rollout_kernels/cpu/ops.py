@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rollout_kernels import reference
 from rollout_kernels.cpu.bindings import CSampleArguments, CTopArguments, bind
 from rollout_kernels.cpu.build import load_library
 from rollout_kernels.errors import (
@@ -23,8 +24,16 @@ from rollout_kernels.int8 import Int8Weight, scratch_row_bytes
 from rollout_kernels.kv_cache import TILE, KVCache
 from rollout_kernels.results import SampleArguments, SampleResult, TopLogprobsResult
 
-_DTYPE = {torch.float32: 0, torch.bfloat16: 1}
-_KV_DTYPE = _DTYPE | {torch.int8: 2}
+
+class _ModelDtypes(dict[torch.dtype, int]):
+    """The kernels' numbers of the dtypes that they compute with."""
+
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise TypeError(f"{dtype} has no CPU kernels: they take bfloat16 and float32 (the backend 'reference' has it)")
+
+
+_DTYPE = _ModelDtypes({torch.float32: 0, torch.bfloat16: 1})
+_KV_DTYPE = dict(_DTYPE) | {torch.int8: 2}
 
 
 class CpuKernels:
@@ -326,7 +335,12 @@ class CpuKernels:
         lse: torch.Tensor,
         query_start: torch.Tensor,
         scale: float,
+        window: int | None,
+        soft_cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hides_keys = window is not None and window < q.shape[0] and window < int(query_start.diff().max())
+        if hides_keys or soft_cap is not None:  # which the C++ kernel does not know
+            return reference.attention_backward(grad, q, k, v, out, lse, query_start, scale, window, soft_cap)
         self._follow_torch()
         grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
         self._attention_backward(

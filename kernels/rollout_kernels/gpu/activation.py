@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.numerics import round_to
 from rollout_kernels.gpu.sizes import ceil_div
 
@@ -67,6 +67,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
             *(x, out, x.stride(0), size),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
+            **PINNED,
         )
     return out
 
@@ -80,6 +81,7 @@ def silu_and_mul_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             *(grad, x, grad_x, grad.stride(0), x.stride(0), size),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
+            **PINNED,
         )
     return grad_x
 

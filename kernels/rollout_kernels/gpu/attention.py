@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.numerics import dot, round_to
 from rollout_kernels.gpu.quantised import as_elements, decode, quantisation_of
 from rollout_kernels.gpu.sequences import block_range, num_query_blocks, sequence_of_block, sequence_of_token
@@ -39,7 +39,7 @@ from rollout_kernels.kv_cache import TILE, KVCache
 SPLIT = 256  # keys; contexts of this length at most need no second pass
 _ENOUGH_PROGRAMS = 512  # about four for each multiprocessor of an A100 or H100
 _WORKSPACE_LIMIT = 256 << 20  # bytes of partial results
-_NO_WINDOW = 1 << 30
+NO_WINDOW = 1 << 30  # as wide as no sequence is long
 _FOLD_STAGES = 4
 _FOLD_WARPS = 2
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -73,7 +73,7 @@ def _finish(total_max, total_sum, total_out):
 
 
 @triton.jit
-def _cap(scores, soft_cap):
+def cap(scores, soft_cap):
     """soft_cap * tanh(x / soft_cap) for scores x, which come and go as x * log2(e): tanh(y) = 1 - 2 / (e^2y + 1)."""
     return soft_cap * _LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap)) + 1.0))
 
@@ -184,7 +184,7 @@ def _attention_kernel(
         if QUANTISATION != 0:
             scores *= tl.load(key_scales + address, mask=key_inside, other=0.0)[None, :]
         if HAS_SOFT_CAP:
-            scores = _cap(scores, soft_cap)
+            scores = cap(scores, soft_cap)
         visible = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, -float("inf"))
         maximum = tl.maximum(row_max, tl.max(scores, axis=1))
@@ -341,7 +341,7 @@ def paged_attention(
         torch.empty(partial_rows * width if parts > 1 else 0, dtype=torch.float32, device=q.device)
         for width in (head_dim, 1, 1)
     )
-    visible = _NO_WINDOW if window is None else window
+    visible = NO_WINDOW if window is None else window
     _attention_kernel[(num_blocks, num_kv_heads, parts)](
         *(q, as_elements(cache.keys), as_elements(cache.values), cache.key_scales, cache.value_scales),
         *(block_tables, query_start, seq_lens, out, lse, split_out, split_max, split_sum),
@@ -358,6 +358,7 @@ def paged_attention(
         HAS_SOFT_CAP=soft_cap is not None,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        **PINNED,
     )
     if parts > 1:
         _fold_splits_kernel[(num_tokens, num_kv_heads)](
@@ -370,6 +371,7 @@ def paged_attention(
             BLOCK_D=blocks.block_d,
             STAGES=_FOLD_STAGES,
             num_warps=_FOLD_WARPS,
+            **PINNED,
         )
     return out, lse if return_lse else None
 

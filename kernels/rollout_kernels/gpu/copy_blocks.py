@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels import reference
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.interpreter import is_interpreted
 from rollout_kernels.gpu.sizes import ceil_div
 
@@ -86,6 +86,7 @@ def copy_blocks(
             *(table, len(sources), programs_per_block),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
+            **PINNED,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
 _NUM_WARPS = 4
@@ -50,6 +50,7 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             *(token_ids, weight, out, weight.stride(0), weight.shape[0], size),
             BLOCK=block,
             num_warps=_NUM_WARPS,
+            **PINNED,
         )
     return out
 

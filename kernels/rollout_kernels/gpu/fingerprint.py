@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.sizes import ceil_div
 
 _CHUNK = 1 << 16  # bytes
@@ -146,15 +146,18 @@ def fingerprint(tensor: torch.Tensor) -> int:
             *(data, lanes, row_bytes, row_stride, num_bytes, num_chunks),
             CONTIGUOUS=contiguous,
             num_warps=1,
+            **PINNED,
         )
         _fold_chunks_kernel[(ceil_div(num_chunks, _CHUNKS),)](
             *(lanes, hashes, num_chunks),
             CHUNKS=_CHUNKS,
             num_warps=1,
+            **PINNED,
         )
     _fold_hashes_kernel[(1,)](
         *(hashes, out, num_chunks, num_bytes),
         num_warps=1,
+        **PINNED,
     )
     return int(out.item())
 

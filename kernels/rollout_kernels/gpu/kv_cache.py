@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.quantised import as_elements, encode, quantisation_of
 from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 from rollout_kernels.kv_cache import QUANTISED_MAXIMUM, TILE, KVCache
@@ -106,6 +106,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: tor
         QUANTISATION=quantisation,
         MAXIMUM=QUANTISED_MAXIMUM.get(cache.keys.dtype, 0.0),
         num_warps=_NUM_WARPS,
+        **PINNED,
     )
 
 

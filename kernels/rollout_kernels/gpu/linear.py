@@ -27,12 +27,12 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.interpreter import is_interpreted
 from rollout_kernels.gpu.numerics import dot, round_to, row_stride
 from rollout_kernels.gpu.sizes import ceil_div
 
-_GROUP = 8  # tiles of rows that share the weights of a tile of columns while these are in the L2 cache
+ROWS_IN_CACHE = 8  # tiles of rows that share the weights of a tile of columns while these are in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ def _linear_kernel(
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """How many a device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -122,7 +123,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
         return out
     tiles = tiles_for(num_columns, x.dtype)
     count = ceil_div(num_rows, tiles.rows) * ceil_div(num_columns, tiles.columns)
-    resident = 2 if is_interpreted() else tiles.blocks * _num_multiprocessors(x.device)
+    resident = 2 if is_interpreted() else tiles.blocks * num_multiprocessors(x.device)
     _linear_kernel[(min(count, resident),)](
         *(x, weight, x if bias is None else bias, out, num_rows, num_columns, depth),
         *(row_stride(x), row_stride(weight)),
@@ -130,21 +131,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
-        GROUP=_GROUP,
+        GROUP=ROWS_IN_CACHE,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **PINNED,
     )
     return out
 
 
-_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
 def _case(
     columns: int, depth: int, dtype: torch.dtype, out_dtype: torch.dtype, name: str, with_bias: bool = False
 ) -> KernelCase:
     tiles = tiles_for(columns, dtype)
-    pointer, out = _POINTERS[dtype], _POINTERS[out_dtype]
+    pointer, out = POINTERS[dtype], POINTERS[out_dtype]
     return KernelCase(
         name=f"linear {pointer[1:]} -> {out[1:]} N={columns} K={depth}{' bias' if with_bias else ''} ({name})",
         kernel=_linear_kernel,
@@ -159,7 +161,7 @@ def _case(
             "ROWS": tiles.rows,
             "COLUMNS": tiles.columns,
             "DEPTH": tiles.depth,
-            "GROUP": _GROUP,
+            "GROUP": ROWS_IN_CACHE,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels import checks
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.numerics import round_to
 from rollout_kernels.gpu.sizes import next_power_of_2
 from rollout_kernels.gpu.softmax_row import (
@@ -163,6 +163,7 @@ def _chunk_statistics(
         *(logits, logits.stride(0), temperatures, maxima, totals, weighted, logits.shape[1], chunks),
         CHUNK=CHUNK,
         num_warps=_CHUNK_WARPS,
+        **PINNED,
     )
     return maxima, totals, weighted
 
@@ -185,6 +186,7 @@ def token_logprobs(
             *(logprobs, entropy, logits.shape[1], chunks),
             CHUNKS=next_power_of_2(chunks),
             num_warps=_ROW_WARPS,
+            **PINNED,
         )
     return logprobs, entropy
 
@@ -209,6 +211,7 @@ def token_logprobs_backward(
             CHUNKS=next_power_of_2(chunks),
             CHUNK=CHUNK,
             num_warps=_BACKWARD_WARPS,
+            **PINNED,
         )
     return out
 

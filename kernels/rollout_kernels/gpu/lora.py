@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.numerics import dot, round_to, row_stride
 from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
@@ -170,6 +170,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, adapter_ids: torch.Tensor) -> 
         DEPTH=step,
         num_warps=_NUM_WARPS,
         num_stages=num_stages,
+        **PINNED,
     )
     return out
 
@@ -191,6 +192,7 @@ def lora_expand(
         PRECISION=_precision(b.dtype),
         num_warps=_NUM_WARPS,
         num_stages=2,
+        **PINNED,
     )
 
 

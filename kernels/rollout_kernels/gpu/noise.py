@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.sizes import ceil_div
 
 _BLOCK = 1024
@@ -84,6 +84,7 @@ def noise_bits(seed: int, sample_index: int, position: int, token_ids: torch.Ten
             *(numbers, token_ids, bits, count),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
+            **PINNED,
         )
     return bits
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.numerics import canonical_rows, round_to, row_stride
 from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
@@ -172,6 +172,7 @@ def rms_norm(
             ROWS=rows,
             BLOCK=block,
             num_warps=num_warps,
+            **PINNED,
         )
     return out, total
 
@@ -207,6 +208,7 @@ def rms_norm_backward(
         ROWS=rows,
         BLOCK=block,
         num_warps=num_warps,
+        **PINNED,
     )
     return grad_x, grad_residual, _weight_grad(grad, total, inverse_rms) if with_weight else None
 
@@ -222,6 +224,7 @@ def _weight_grad(grad: torch.Tensor, total: torch.Tensor, inverse_rms: torch.Ten
         ROWS=_STRIP_ROWS,
         COLUMNS=_STRIP_COLUMNS,
         num_warps=4,
+        **PINNED,
     )
     grad_weight = torch.empty(size, dtype=torch.float32, device=total.device)
     _weight_grad_sum_kernel[(ceil_div(size, _SUM_COLUMNS),)](
@@ -229,6 +232,7 @@ def _weight_grad(grad: torch.Tensor, total: torch.Tensor, inverse_rms: torch.Ten
         ROWS=_SUM_ROWS,
         COLUMNS=_SUM_COLUMNS,
         num_warps=4,
+        **PINNED,
     )
     return grad_weight
 

@@ -15,6 +15,7 @@ from rollout_kernels.gpu.fingerprint import copy_and_fingerprint, fingerprint
 from rollout_kernels.gpu.fused import linear_rotary, linear_silu_and_mul
 from rollout_kernels.gpu.kv_cache import write_kv
 from rollout_kernels.gpu.linear import linear
+from rollout_kernels.gpu.linear_int8 import linear_int8, quantize_weight
 from rollout_kernels.gpu.logprobs import token_logprobs, token_logprobs_backward
 from rollout_kernels.gpu.lora import lora_expand, lora_shrink
 from rollout_kernels.gpu.noise import noise_bits
@@ -34,6 +35,7 @@ __all__ = [
     "fingerprint",
     "kv_layout",
     "linear",
+    "linear_int8",
     "linear_rotary",
     "linear_silu_and_mul",
     "lora_expand",
@@ -41,6 +43,7 @@ __all__ = [
     "name",
     "noise_bits",
     "paged_attention",
+    "quantize_weight",
     "rms_norm",
     "rms_norm_backward",
     "rotate_",

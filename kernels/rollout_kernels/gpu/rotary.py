@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.numerics import round_to
 from rollout_kernels.gpu.sizes import ceil_div, next_power_of_2
 
@@ -79,6 +79,7 @@ def rotate_(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: 
         HEADS=heads,
         HALF=half,
         num_warps=num_warps,
+        **PINNED,
     )
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels import checks
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.filters import (
     CANDIDATES,
     GROUP,
@@ -505,6 +505,7 @@ def _masked_words(arguments: SampleArguments, vocab_size: int, device: torch.dev
             *(rows, row_stride(rows), index, rows.shape[0], mask, words),
             BLOCK=_WORD_BLOCK,
             num_warps=_WORD_BLOCK // 128,
+            **PINNED,
         )
     if arguments.banned is not None and arguments.banned[1].shape[0]:
         start, ids = arguments.banned
@@ -512,6 +513,7 @@ def _masked_words(arguments: SampleArguments, vocab_size: int, device: torch.dev
             *(start, ids, mask, ids.shape[0], vocab_size, words),
             BLOCK=_BAN_BLOCK,
             num_warps=_BAN_BLOCK // 32,
+            **PINNED,
         )
     return mask
 
@@ -567,6 +569,7 @@ def sample(logits: torch.Tensor, arguments: SampleArguments) -> SampleResult:
         *(*shared, *numbers, peaks, winners, sums, group_maxima, num_rows, vocab_size, chunks, draws * chunks),
         **constants,
         num_warps=_CHUNK_WARPS[words is not None],
+        **PINNED,
     )
     forced = token_ids if arguments.forced is None else arguments.forced
     _draw_kernel[(draws,)](
@@ -576,6 +579,7 @@ def sample(logits: torch.Tensor, arguments: SampleArguments) -> SampleResult:
         HAS_FORCED=arguments.forced is not None,
         **_row_constants(vocab_size),
         num_warps=_DRAW_WARPS[words is not None],
+        **PINNED,
     )
     return SampleResult(token_ids, *results.unbind(), status, num_kept)
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels import checks
-from rollout_kernels.gpu.aot import KernelCase
+from rollout_kernels.gpu.aot import PINNED, KernelCase
 from rollout_kernels.gpu.filters import order_key
 from rollout_kernels.gpu.sizes import next_power_of_2
 from rollout_kernels.gpu.softmax_row import (
@@ -218,6 +218,7 @@ def top_logprobs(
         HAS_ROW_INDEX=row_index is not None,
         CHUNK=CHUNK,
         num_warps=_CHUNK_WARPS,
+        **PINNED,
     )
     lists = (ranks, ranks) if start is None else (start, ids)
     _row_kernel[(draws,)](
@@ -228,6 +229,7 @@ def top_logprobs(
         SORTED=is_sorted,
         **_row_constants(chunks, num_selected),
         num_warps=_ROW_WARPS,
+        **PINNED,
     )
     return TopLogprobsResult(top_ids, top, logprobs, ranks, chosen_logprobs)
 

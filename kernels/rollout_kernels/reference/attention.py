@@ -68,6 +68,8 @@ def attention_backward(
     lse: torch.Tensor,
     query_start: torch.Tensor,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v in their dtypes, each sequence by itself, in float64."""
     num_kv_heads = k.shape[1]
@@ -75,15 +77,23 @@ def attention_backward(
     starts = query_start.tolist()
     for first, end in pairwise(starts):
         length = end - first
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        if window is not None:
+            unseen |= ~torch.ones_like(unseen).triu(1 - window)
         for head in range(q.shape[1]):
             kv_head = head * num_kv_heads // q.shape[1]
             queries, outputs, g = (tensor[first:end, head].double() for tensor in (q, out, grad))
             keys, values = (tensor[first:end, kv_head].double() for tensor in (k, v))
-            scores = (queries @ keys.T * scale).masked_fill(future, -torch.inf)
-            probabilities = (scores - lse[first:end, head, None].double()).exp()
+            scores = queries @ keys.T * scale
+            slope = None
+            if soft_cap is not None:
+                capped = (scores / soft_cap).tanh()
+                scores, slope = soft_cap * capped, 1 - capped.square()
+            probabilities = (scores.masked_fill(unseen, -torch.inf) - lse[first:end, head, None].double()).exp()
             delta = (g * outputs).sum(-1, keepdim=True)
             grad_scores = probabilities * (g @ values.T - delta) * scale
+            if slope is not None:
+                grad_scores *= slope
             grads[0][first:end, head] = grad_scores @ keys
             grads[1][first:end, kv_head] += grad_scores.T @ queries
             grads[2][first:end, kv_head] += probabilities.T @ g

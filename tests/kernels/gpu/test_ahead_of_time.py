@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -9,12 +10,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from triton.backends.nvidia.compiler import CUDAOptions
 
 from rollout_kernels.gpu import aot
 from rollout_kernels.gpu.aot import CAPABILITIES, KernelReport, all_cases, compile_case
@@ -81,6 +83,20 @@ def test_every_file_with_kernels_lists_configurations_for_each_of_them() -> None
     for path in folder.glob("*.py"):
         launched = path.read_text().count("[grid]") + path.read_text().count("_kernel[")
         assert not launched or path.stem in all_cases(), f"{path.name} launches kernels and lists no configurations"
+
+
+def test_every_launch_says_what_the_environment_would_decide_otherwise() -> None:
+    launches = 0
+    for path in Path(aot.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id.endswith("_kernel"):
+                unpacked = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg is None]
+                assert "PINNED" in unpacked, f"{path.name}:{node.lineno}"
+                launches += 1
+    assert launches == sum(path.read_text().count("_kernel[") for path in Path(aot.__file__).parent.glob("*.py")) > 30
+    assert aot.PINNED.keys() <= {field.name for field in fields(CUDAOptions)}
 
 
 def test_the_document_lists_exactly_the_configurations() -> None:

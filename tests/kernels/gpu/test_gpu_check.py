@@ -43,7 +43,7 @@ def test_every_section_runs_and_passes(tmp_path: Path) -> None:
     empty = [name for name, rows in found["sections"].items() if not rows]
     assert empty == ["model"]
     operations = [row["operation"] for row in found["sections"]["kernels"]]
-    assert len(operations) == len(set(operations)) == 12
+    assert len(operations) == len(set(operations)) == 16
     assert all(row["same bits"] for row in found["sections"]["engine bits"])
     speeds = found["sections"]["engine speed"]
     assert {row["engine"] for row in speeds} == {"rollout", "transformers"} and all(

@@ -9,7 +9,7 @@ from tests.support.kernels import assert_close, assert_same_bits, randn, rows_ap
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("head_dim", [64, 72, 33])
 def test_written_tokens_are_read_back_and_other_slots_stay(dtype: torch.dtype, head_dim: int) -> None:
     k, v = (randn(20, 3, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
     order = torch.randperm(16 * 4, generator=torch.Generator().manual_seed(0))
