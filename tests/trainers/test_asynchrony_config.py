@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_trainers.asynchronous import check_task
 from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.recipe import config_from_values
-from rollout_trainers.types import Example, Task
 
 
 def section(*overrides: str) -> AsynchronySection:
@@ -87,12 +85,3 @@ def test_other_sections_are_refused_where_they_do_not_fit(overrides: list[str], 
 def test_reinforce_may_be_behind_where_importance_weights_correct_it():
     overrides = ["asynchrony.over_sampling=1", "loss.algorithm=reinforce", "algorithm.recompute_logprobs=true"]
     assert config_from_values({"model": "a/model"}, overrides).asynchrony.is_active
-
-
-def test_a_task_with_an_environment_is_refused_unless_sampler_and_trainer_take_turns():
-    task = Task("turns", [Example("a")], [], (), environment=object)
-    check_task(AsynchronySection(), task)
-    with pytest.raises(ValueError, match=r"asynchrony\.mode='one_step_off' .* task 'turns' has an environment"):
-        check_task(AsynchronySection(mode="one_step_off"), task)
-    with pytest.raises(ValueError, match=r"asynchrony\.step_tokens=9 .* task 'turns' has an environment"):
-        check_task(AsynchronySection(step_tokens=9), task)

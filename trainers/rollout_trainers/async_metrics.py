@@ -77,6 +77,10 @@ class RunLengths:
         self.num_counted = self.num_tokens + sum(lengths)
         return self.num_counted - before
 
+    def forget_lost(self, lengths: Sequence[int]) -> None:
+        """What is sampled anew counts anew; `lengths` of what was kept and not yet learned from."""
+        self.num_counted = min(self.num_counted, self.num_tokens + sum(lengths))
+
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
 

@@ -7,66 +7,46 @@
     sampler: begin groups ─► one step of the engine ─► one step of the engine ──┘
 
 The sampler is a thread of this process, or in synchronous mode whoever takes a batch. `staleness.GroupBook` says which
-groups may begin and which make a batch. Group g is the g-th prompt on the walk through the data, with the seed that it
-would have in plain synchronous training: whatever the mode, it has the same tokens under the same policy.
+groups may begin and which make a batch, and a `GroupSource` what they are: completions, or episodes in an environment.
+Group g is the g-th prompt on the walk through the data, with the seed that it would have in plain synchronous training:
+whatever the mode, it has the same tokens under the same policy.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rollout.engine.lock import FairLock
-from rollout.outputs import RequestOutput
-from rollout.prompts import encode_prompt
-from rollout.sampling_params import SamplingParams
 from rollout_trainers.async_metrics import RunLengths, staleness_metrics
-from rollout_trainers.asynchrony_config import AsynchronySection
 from rollout_trainers.config import RunConfig
-from rollout_trainers.group_state import output_from_plain, output_to_plain
-from rollout_trainers.producer import Engine, check_reproducible, derive_seed, samples_of, select_examples
+from rollout_trainers.environments.producer import check_environments, have_failed
+from rollout_trainers.event_loop import seconds_until
+from rollout_trainers.group_source import CompletionGroups, GroupSource, StreamEngine
 from rollout_trainers.staleness import Group, GroupBook
-from rollout_trainers.types import Example, Sample, Task
+from rollout_trainers.types import Example, Sample
 
 _SECONDS_TO_END = 60.0  # for the step that the engine is in; the thread does not keep the process alive
-
-
-class StreamEngine(Engine, Protocol):
-    """What a stream asks of an engine; `rollout.LLM` is one."""
-
-    def enqueue(self, prompts: Any, sampling_params: Any = None, *, lora_request: Any = None) -> list[str]: ...
-
-    def enqueue_resume(self, outputs: Any, sampling_params: Any) -> list[str]: ...
-
-    def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]: ...
-
-    def peek(self, request_ids: Collection[str]) -> list[RequestOutput]: ...
-
-    def num_output_tokens(self, request_ids: Collection[str]) -> list[list[int]]: ...
-
-    def abort(self, request_ids: Any) -> None: ...
-
-    def sleep(self, level: int = 1, mode: Any = "abort") -> Any: ...
-
-    def policy_update(self, version: int, *, in_flight: Any = "abort") -> Any: ...
-
-
-def check_task(section: AsynchronySection, task: Task) -> None:
-    """Raises `ValueError` for a task with an environment, whose episodes cannot be sampled in this way."""
-    if section.is_active and task.environment is not None:
-        section.refuse(f"left out: task {task.name!r} has an environment, and episodes are sampled in synchronous mode")
 
 
 class GroupStream:
     """Samples groups for the steps of a run, in the way that the section `asynchrony` says. Close it at the end.
 
-    An error of the sampler is raised by the trainer's next call.
+    They come from `source`, by default completions of `examples`. An error of the sampler is raised by the trainer's
+    next call.
     """
 
-    def __init__(self, engine: StreamEngine, examples: Sequence[Example], config: RunConfig) -> None:
+    def __init__(
+        self,
+        engine: StreamEngine,
+        examples: Sequence[Example],
+        config: RunConfig,
+        source: GroupSource | None = None,
+    ) -> None:
         algorithm, section = config.algorithm, config.asynchrony
         self.engine = engine
         self.config = config
@@ -78,18 +58,13 @@ class GroupStream:
             config.steps,
         )
         self.lengths = RunLengths()
-        self._adapter = config.policy.sent_adapter
-        self._examples = examples
-        self._tokenizer = engine.get_tokenizer()
-        self._running: dict[int, str] = {}  # the engine's ids of those that it has, by number
-        self._numbers: dict[str, int] = {}  # their numbers, by the ids that their outputs will have
-        self._ended: dict[int, RequestOutput] = {}  # by number
-        self._restored: dict[int, RequestOutput] = {}  # a checkpoint's unfinished ones
+        self._source = source or CompletionGroups(engine, examples, config)
+        self._to_begin: list[int] = []  # a checkpoint's unfinished groups
         self._num_wanted = 0  # groups that the present step waits for beside its own
         self._is_spent = False  # the budget of the batch that is being sampled
-        self._budget_began = (0.0, 0.0)  # engine's tokens, seconds of the clock
+        self._budget_tokens, self._budget_ends = 0.0, math.inf  # engine's tokens so far; `time.monotonic`
         self._turn = FairLock()  # who has it may run or change the engine
-        self._changed = threading.Condition()  # guards all of the above; notified when something has changed
+        self._changed = self._source.changed  # guards all of the above; notified when something has changed
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -98,7 +73,9 @@ class GroupStream:
         self._sampler_idle = 0.0
         self._sampling_seconds = 0.0  # where the sampler has no thread of its own
         self._measured_at = time.perf_counter()
+        self._rests_since: float | None = None  # `time.monotonic`, where nothing is to be sampled
         self._taken: list[Group] = []
+        self._failed: list[Sample] = []  # of the groups that were taken last, if all their environments had failed
 
     def take(self, step: int, count: int, first_place: int = 0) -> list[Sample]:
         """Samples of `count` groups for `step`, group after group, once they have all ended; of fewer where the step's
@@ -119,23 +96,33 @@ class GroupStream:
                 self._begin_budget()
             started = time.perf_counter()
             while self._choose(step, count) is None:
+                with self._changed:
+                    assert self._has_work(), "a batch is waited for, and no group is on its way"
+                    self._wait_to_advance()
                 self._advance()
+            self._begin_rest()
             self._sampling_seconds += time.perf_counter() - started
         with self._changed:
             numbers = self._choose(step, count)
             assert numbers is not None
-            outputs = [self._ended.pop(number) for number in numbers]
             self._taken += self.book.take(step, numbers)
             self._num_wanted = 0
             if self.section.samples_ahead and not is_further:
                 self._begin_budget()
             self._changed.notify_all()
-        samples = []
-        for place, (number, output) in enumerate(zip(numbers, outputs, strict=True), first_place):
-            check_reproducible(output, self.config.sampling.temperature)
-            samples += samples_of(self._example(number), place, output)
+        groups = [self._source.take(number, place) for place, number in enumerate(numbers, first_place)]
+        self._check_environments(groups)
+        samples = [sample for group in groups for sample in group]
         self.lengths.learn(samples)
         return samples
+
+    def _check_environments(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Raises `ValueError` once all environments have failed of as many groups, one after the other, as a step has:
+        a step that takes fewer may meet with one that cannot work."""
+        for group in groups:
+            self._failed = [*self._failed, *group] if have_failed(group) else []
+        if len(self._failed) >= self.book.groups_per_step * self.config.algorithm.group_size:
+            check_environments(self._failed)
 
     def update(self, version: int, load: Callable[[Any], None]) -> Any:
         """Makes what `load(update)` brings the engine's policy, and returns its receipt. A step ahead it waits for the
@@ -161,11 +148,11 @@ class GroupStream:
         """How stale a step's samples were, who has waited for whom since the last call, and what over-sampling does to
         the lengths that are learned from."""
         with self._turn, self._changed:
-            waiting = self._waiting_lengths()
+            waiting = self._source.lengths()
             result = staleness_metrics(samples, self._taken, step)
             result |= {
-                "async/groups_waiting": len(self._ended),
-                "async/groups_in_flight": len(self.book.groups) - len(self._ended),
+                "async/groups_waiting": len(self.book.groups) - self.book.num_unfinished,
+                "async/groups_in_flight": self.book.num_unfinished,
             }
             if self.section.keeps_groups:
                 result |= self.lengths.metrics(waiting)
@@ -190,47 +177,34 @@ class GroupStream:
         self._measured_at = now
         return result
 
-    def _waiting_lengths(self) -> list[int]:
-        """Of all samples that no batch has taken, as far as they have come. Both locks are held."""
-        there = [*self._ended.values(), *self._restored.values()]
-        lengths = [len(sample.token_ids) for output in there for sample in output.outputs]
-        for each in self.engine.num_output_tokens(list(self._running.values())):
-            lengths += each
-        return lengths
-
-    def _on_their_way(self) -> dict[int, RequestOutput]:
-        """What all groups have by now that no batch has taken, by number. Both locks are held."""
-        peeked = zip(self._running, self.engine.peek(list(self._running.values())), strict=True)
-        return {**self._ended, **self._restored, **dict(peeked)}
-
     def state_dict(self) -> dict[str, Any]:
         """All that is on its way, as values that a checkpoint takes: with `load_state_dict` another stream goes on as
         this one does, which is not disturbed."""
         with self._turn, self._changed:
             self._raise_failure()
-            outputs = self._on_their_way()
-            groups = [
-                {**asdict(group), "output": output_to_plain(outputs[group.number])}
-                for group in self.book.groups.values()
-            ]
             return {
                 "step": self.book.step,
                 "next_number": self.book.next_number,
-                "groups": groups,
+                "groups": [self._state_of(group) for group in self.book.groups.values()],
                 "lengths": self.lengths.state_dict(),
             }
+
+    def _state_of(self, group: Group) -> dict[str, Any]:
+        """With nothing but its number and its age where it must be begun anew."""
+        kept = self._source.state(group.number)
+        return {**asdict(group), "place": None if kept is None else group.place, "output": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` has given, before the first batch is taken."""
         assert not self.book.groups, "a stream that has begun cannot take over another's groups"
-        groups = []
-        for each in state["groups"]:
-            group = Group(each["number"], each["version"], each["begun_for"], each["place"])
-            outputs = self._restored if group.place is None else self._ended
-            outputs[group.number] = output_from_plain(each["output"])
-            groups.append(group)
+        groups = [Group(each["number"], each["version"], each["begun_for"], each["place"]) for each in state["groups"]]
+        for group, each in zip(groups, state["groups"], strict=True):
+            if each["output"] is not None:
+                self._source.restore(group.number, each["output"], has_ended=group.place is not None)
+        self._to_begin = [group.number for group in groups if group.place is None]
         self.book.restore(state["step"], state["next_number"], groups)
         self.lengths.load_state_dict(state["lengths"])
+        self.lengths.forget_lost(self._source.lengths())
 
     def close(self) -> None:
         """Ends the sampler, and leaves nothing of it in the engine. May be called twice."""
@@ -239,10 +213,8 @@ class GroupStream:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_SECONDS_TO_END)
-        if self._running and (self._thread is None or not self._thread.is_alive()):
-            self.engine.abort(list(self._numbers))
-            self.engine.step(list(self._running.values()))  # takes them away; what has ended needs no step
-            self._running, self._numbers = {}, {}
+        if self._thread is None or not self._thread.is_alive():
+            self._source.close()
 
     def _choose(self, step: int, count: int) -> list[int] | None:
         return self.book.choose(step, count, may_be_fewer=self._is_spent)
@@ -264,13 +236,14 @@ class GroupStream:
     def _begin_budget(self) -> None:
         """The sampling of a batch begins."""
         self._is_spent = False
-        self._budget_began = (self._num_tokens(), time.perf_counter())
+        self._budget_tokens = self._num_tokens()
+        self._budget_ends = time.monotonic() + (self.section.step_seconds or math.inf)
 
     def _is_budget_spent(self) -> bool:
-        tokens, seconds = self._budget_began
-        if self.section.step_tokens is not None and self._num_tokens() - tokens >= self.section.step_tokens:
+        tokens = self.section.step_tokens
+        if tokens is not None and self._num_tokens() - self._budget_tokens >= tokens:
             return True
-        return self.section.step_seconds is not None and time.perf_counter() - seconds >= self.section.step_seconds
+        return time.monotonic() >= self._budget_ends
 
     def _num_tokens(self) -> float:
         """That the engine has sampled so far; 0 where no budget counts them."""
@@ -295,18 +268,51 @@ class GroupStream:
     def _wait_for_work(self) -> bool:
         """False where the stream was closed meanwhile."""
         with self._changed:
-            if not self._is_closed and not self._has_work():
+            if not self._is_closed and not self._can_advance():
                 self._idle_since = time.perf_counter()
-                self._changed.wait_for(lambda: self._is_closed or self._has_work())
+                self._wait_to_advance()
                 self._sampler_idle += time.perf_counter() - self._idle_since
                 self._idle_since = None
             return not self._is_closed
 
+    def _wait_to_advance(self) -> None:
+        """Until there is something to do, or something is late; what there is to wait for may change meanwhile."""
+        while not self._is_closed and not self._can_advance():
+            if not self._has_work():
+                self._begin_rest()
+                self._changed.wait()
+                continue
+            self._end_rest()
+            if not self._changed.wait(self._seconds_left()):
+                return
+        self._end_rest()
+
+    def _begin_rest(self) -> None:
+        if self._rests_since is None:
+            self._rests_since = time.monotonic()
+
+    def _end_rest(self) -> None:
+        if self._rests_since is not None:
+            self._source.rest(time.monotonic() - self._rests_since)
+            self._rests_since = None
+
+    def _can_advance(self) -> bool:
+        """Whether there is something to do for the sampler now, and not only once an environment has answered."""
+        may_begin = bool(self._to_begin) or self.book.may_begin(self._num_wanted)
+        return self._has_work() and (may_begin or self._source.is_ready)
+
+    def _seconds_left(self) -> float | None:
+        """Until something is late, or the batch's time is over (None: never)."""
+        deadline = self._source.deadline
+        if self.section.step_seconds is not None and not self._is_spent:
+            deadline = min(deadline, self._budget_ends)
+        return seconds_until(deadline)
+
     def _has_work(self) -> bool:
         """Whether the sampler has something to do; a step ahead only until the next batch is there."""
-        if not (self._running or self._restored or self.book.may_begin(self._num_wanted)):
+        if not (self.book.num_unfinished or self.book.may_begin(self._num_wanted)):
             return False
-        if self.section.mode == "in_flight":
+        if self.section.mode != "one_step_off":
             return True
         if self._num_wanted and self._choose(self.book.step, self._num_wanted) is None:
             return True
@@ -315,48 +321,17 @@ class GroupStream:
     def _advance(self) -> None:
         """Begins what may begin, and runs one step of the engine. The sampler's turn."""
         with self._changed:
-            restored, self._restored = self._restored, {}
-            numbers: list[int] = []
+            numbers, self._to_begin = self._to_begin, []
             while self.book.may_begin(self._num_wanted):
                 numbers.append(self.book.begin())
-        if restored:
-            names = [f"group-{number}" for number in restored]
-            outputs = [
-                replace(each, request_id=name, lora_request=self._adapter)
-                for each, name in zip(restored.values(), names, strict=True)
-            ]
-            ids = self.engine.enqueue_resume(outputs, [self._params(number) for number in restored])
-            self._note_running(restored, ids, names)
         if numbers:
-            prompts = [encode_prompt(self._example(number).prompt, self._tokenizer).token_ids for number in numbers]
-            params = [self._params(number) for number in numbers]
-            ids = self.engine.enqueue(prompts, params, lora_request=self._adapter)
-            self._note_running(numbers, ids, ids)
-        assert self._running, "a batch is waited for, and no group is on its way"
-        outputs = self.engine.step(list(self._running.values()))
+            self._source.begin(numbers)
+        progress = self._source.advance()
         is_spent = self._is_budget_spent()
         with self._changed:
-            for output in outputs:
-                number = self._numbers.pop(output.request_id)
-                del self._running[number]
-                self._ended[number] = output
+            for number in progress.first_sampled:
+                self.book.note_first_token(number)
+            for number in progress.ended:
                 self.book.end(number)
             self._is_spent = is_spent
             self._changed.notify_all()
-
-    def _note_running(self, numbers: Iterable[int], ids: Sequence[str], names: Sequence[str]) -> None:
-        with self._changed:
-            self._running.update(zip(numbers, ids, strict=True))
-            self._numbers.update(zip(names, numbers, strict=True))
-
-    def _example(self, number: int) -> Example:
-        return select_examples(self._examples, number + 1, 1, self.config.seed)[0]
-
-    def _params(self, number: int) -> SamplingParams:
-        step, place = divmod(number, self.book.groups_per_step)
-        return SamplingParams(
-            n=self.config.algorithm.group_size,
-            temperature=self.config.sampling.temperature,
-            max_tokens=self.config.sampling.max_tokens,
-            seed=derive_seed(self.config.seed, "rollout", step + 1, place),
-        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from types import TracebackType
@@ -64,6 +66,11 @@ async def _cancel_all() -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_SECONDS_TO_END)
+
+
+def seconds_until(deadline: float) -> float | None:
+    """For a wait until `deadline` of `time.monotonic`; None, for one without end, where that is infinite."""
+    return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
 
 async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:

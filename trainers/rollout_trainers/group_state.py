@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 
 from rollout.outputs import CompletionOutput, PolicyVersionSpan, RequestOutput
+from rollout_trainers.types import EpisodeNotes, Example, Sample
 
 _ARRAYS = ("raw_logprobs", "sampled_logprobs", "kept_mass", "entropy")
+_EPISODE_ARRAYS = ("sampled_logprobs", "raw_logprobs", "entropy")
 _PLAIN = ("index", "text", "token_ids", "finish_reason", "stop_reason", "seed", "sample_index")
 
 
@@ -51,3 +54,55 @@ def _sample_from_plain(values: dict[str, Any]) -> CompletionOutput:
     arrays: dict[str, Any] = {name: values[name].numpy().copy() for name in _ARRAYS}
     spans = [PolicyVersionSpan(*span) for span in values["policy_versions"]]
     return CompletionOutput(**{name: values[name] for name in _PLAIN}, **arrays, policy_versions=spans)
+
+
+def episode_to_plain(sample: Sample) -> dict[str, Any]:
+    """An episode that has ended and that nobody has scored, without its example and its environment. What the
+    environment has said becomes what JSON makes of it."""
+    notes, mask = sample.episode, sample.loss_mask
+    assert notes is not None and mask is not None
+    return {
+        "prompt_token_ids": list(sample.prompt_token_ids),
+        "completion_token_ids": list(sample.completion_token_ids),
+        "text": sample.text,
+        "finish_reason": sample.finish_reason,
+        **{name: torch.from_numpy(getattr(sample, name).copy()) for name in _EPISODE_ARRAYS},
+        "seed": sample.seed,
+        "policy_version": sample.policy_version,
+        "receipt_id": sample.receipt_id,
+        "versions": [list(span) for span in sample.versions],
+        "loss_mask": torch.from_numpy(mask.copy()),
+        "messages": json.loads(json.dumps(notes.messages, default=str)),
+        "turn_rewards": [float(reward) for reward in notes.turn_rewards],
+        "turn_ends": list(notes.turn_ends),
+        "metrics": {str(name): float(value) for name, value in notes.metrics.items()},
+        "error": notes.error,
+    }
+
+
+def episode_from_plain(values: dict[str, Any], example: Example) -> Sample:
+    """The episode again, with the same bits; its environment is gone."""
+    arrays: dict[str, Any] = {name: values[name].numpy().copy() for name in _EPISODE_ARRAYS}
+    return Sample(
+        example=example,
+        group=0,
+        prompt_token_ids=list(values["prompt_token_ids"]),
+        completion_token_ids=list(values["completion_token_ids"]),
+        text=values["text"],
+        finish_reason=values["finish_reason"],
+        **arrays,
+        seed=values["seed"],
+        sample_index=0,
+        policy_version=values["policy_version"],
+        receipt_id=values["receipt_id"],
+        versions=tuple(PolicyVersionSpan(*span) for span in values["versions"]),
+        loss_mask=values["loss_mask"].numpy().copy(),
+        episode=EpisodeNotes(
+            messages=values["messages"],
+            turn_rewards=list(values["turn_rewards"]),
+            turn_ends=list(values["turn_ends"]),
+            environment=None,
+            metrics=dict(values["metrics"]),
+            error=values["error"],
+        ),
+    )

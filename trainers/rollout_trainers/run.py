@@ -17,12 +17,12 @@ from rollout.config import parse_bytes
 from rollout.memory_treaty import MemoryTreaty
 from rollout.models.loader import build_model, read_config
 from rollout.models.pretrained import resolve_model
-from rollout_trainers.asynchronous import GroupStream, check_task
+from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.checks import fail
 from rollout_trainers.config import RewardModelSection, RunConfig
 from rollout_trainers.critic import Critic, ValueHead, load_critic
 from rollout_trainers.distillation import DistillationTrainer
-from rollout_trainers.environments import EnvironmentFactory, EpisodeProducer
+from rollout_trainers.environments import EnvironmentFactory, EpisodeGroups, EpisodeProducer
 from rollout_trainers.evaluation import EVALUATION_PREFIX, evaluated_set
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.idle_keys import check_keys_of_task, check_task_is_read
@@ -35,7 +35,7 @@ from rollout_trainers.random_states import seed_generators
 from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import load_recipe
 from rollout_trainers.resume import open_run, run_settings
-from rollout_trainers.rewards import check_columns
+from rollout_trainers.rewards import check_columns, names_environments
 from rollout_trainers.rewards.reward_model import RewardModel
 from rollout_trainers.session import RunResult, Session
 from rollout_trainers.sharded import shard_policy
@@ -95,7 +95,6 @@ def run(
     with joined(config) as ranks, ExitStack() as stack:
         with ranks.together():
             task = _resolve_task(config, task, reward_functions, train, evaluation, environment)
-            check_task(config.asynchrony, task)
             task = _with_reward_model(task, config.reward_model)
             check_teacher(config)
             _check_evaluated(config, task)
@@ -198,6 +197,13 @@ def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
     return EpisodeProducer(engine, task.environment, section, temperature, max_tokens, config.seed, adapter)
 
 
+def _make_stream(config: RunConfig, engine: LLM, task: Task) -> GroupStream:
+    source = None
+    if task.environment is not None:
+        source = EpisodeGroups(engine, task.train, task.environment, config, not names_environments(task.rewards))
+    return GroupStream(engine, task.train, config, source)
+
+
 def _make_engine(config: RunConfig) -> LLM:
     engine = config.engine
     pool = engine.kv_cache_memory
@@ -233,7 +239,7 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
     """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
-    stream = GroupStream(engine, task.train, config) if config.asynchrony.is_active else None
+    stream = _make_stream(config, engine, task) if config.asynchrony.is_active else None
     policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     teacher = load_teacher(config)

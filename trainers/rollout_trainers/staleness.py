@@ -21,7 +21,7 @@ class Group:
     """A group that was begun and not yet learned from. `place` is the order in which it has ended (None: not yet)."""
 
     number: int  # in the order of the data, over the whole run
-    version: int  # of the policy that the engine had when it was begun
+    version: int  # of the policy that the engine had when its first token was sampled, or when it was begun
     begun_for: int  # the step whose batch was the next one then
     place: int | None = None
 
@@ -67,6 +67,15 @@ class GroupBook:
         self.next_number += 1
         return group.number
 
+    def note_first_token(self, number: int) -> None:
+        """Not before now is anything of a group sampled that was begun earlier: it may be learned from for longer."""
+        self.groups[number].version = self.version
+
+    @property
+    def num_unfinished(self) -> int:
+        """Groups that were begun and have not ended."""
+        return sum(group.place is None for group in self.groups.values())
+
     def end(self, number: int) -> None:
         """All samples of a group have ended."""
         self.groups[number].place = self._num_ended
@@ -98,11 +107,10 @@ class GroupBook:
         return [self.groups.pop(number) for number in numbers]
 
     def restore(self, step: int, next_number: int, groups: Sequence[Group]) -> None:
-        """Goes on where another book was, after `step`. `groups` stand in the order in which they have ended, and
-        those that have not come last."""
+        """Goes on where another book was, after `step`."""
         self.step, self.next_number = step, next_number
         self.groups = {group.number: group for group in groups}
-        self._num_ended = sum(group.place is not None for group in groups)
+        self._num_ended = 1 + max((group.place for group in groups if group.place is not None), default=-1)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where some group could not be learned from before it is too old."""

@@ -69,7 +69,7 @@ class EpisodeNotes:
     messages: list[dict[str, Any]]
     turn_rewards: list[float]
     turn_ends: list[int]
-    environment: Any  # the instance, closed by now
+    environment: Any  # the instance, closed by now; None of an episode that a checkpoint has kept
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None  # why it broke off, where the environment has failed
 
@@ -105,7 +105,7 @@ class Sample:
     sample_index: int
     policy_version: int  # the newest that has sampled some token of it
     receipt_id: str | None = None  # of the weights of that version
-    versions: tuple[PolicyVersionSpan, ...] = ()  # where several have: which of its tokens
+    versions: tuple[PolicyVersionSpan, ...] = ()  # where several have: which of the policy's tokens
     loss_mask: np.ndarray | None = None  # bool, one per completion token: the policy's own. None: all are
     episode: EpisodeNotes | None = None  # of a sample that an environment has answered
     reward: float = 0.0  # filled by `rewards.score`, as are `rewards`

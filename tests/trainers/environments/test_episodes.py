@@ -209,6 +209,11 @@ def test_a_whole_episode_that_takes_too_long_keeps_the_tokens_of_the_turn_it_was
 def test_an_interruption_leaves_nothing_in_the_engine_and_takes_nothing_of_others(llm: LLM) -> None:
     other = llm.enqueue("abc", SamplingParams(max_tokens=4))
     steps, calls = llm.step, 0
+    made: list[Echo] = []
+
+    def make() -> Echo:
+        made.append(Echo())
+        return made[-1]
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
@@ -220,8 +225,9 @@ def test_an_interruption_leaves_nothing_in_the_engine_and_takes_nothing_of_other
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            play(llm, CHAT, Echo, params=long_params)
+            play(llm, CHAT, make, params=long_params)
         patch.setattr(llm, "step", steps)
+    assert len(made) == 3 and all(environment.is_closed for environment in made)
     (output,) = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id] == other and len(output.outputs[0].token_ids) == 4
     assert llm.num_unfinished == 0

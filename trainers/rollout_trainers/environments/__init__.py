@@ -2,6 +2,7 @@
 
 from rollout_trainers.environments.environment import Action, Environment, Observation, StepResult
 from rollout_trainers.environments.episodes import EnvironmentFactory, Episode, run_episodes
+from rollout_trainers.environments.groups import EpisodeGroups
 from rollout_trainers.environments.producer import EpisodeProducer
 from rollout_trainers.environments.tools import ToolCall, ToolEnvironment, parse_tool_calls
 
@@ -10,6 +11,7 @@ __all__ = [
     "Environment",
     "EnvironmentFactory",
     "Episode",
+    "EpisodeGroups",
     "EpisodeProducer",
     "Observation",
     "StepResult",

@@ -12,12 +12,13 @@ which episode's answer comes first.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from rollout import LLM
@@ -28,13 +29,15 @@ from rollout.sampling_params import SamplingParams
 from rollout.session import Session
 from rollout_trainers.config import EnvironmentSection
 from rollout_trainers.environments.environment import Action, Environment, Observation, StepResult
-from rollout_trainers.event_loop import EventLoopThread
+from rollout_trainers.event_loop import EventLoopThread, seconds_until
 from rollout_trainers.types import Example
 
 EnvironmentFactory = Callable[[], Environment]
 
+_SECONDS_TO_CLOSE = 5.0  # for the environments of episodes that are given up
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Episode:
     """How an episode went. `session` is None where it did not begin: making or resetting the environment failed.
 
@@ -52,6 +55,11 @@ class Episode:
     finish_reason: str = ""
     error: str | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the policy's, in the turns that have ended."""
+        return sum(len(output.outputs[0].token_ids) for output in self.outputs)
+
 
 def run_episodes(
     llm: LLM,
@@ -65,17 +73,19 @@ def run_episodes(
     seed stays the same, since the noise is a function of the position too. Turns are sampled with the `adapter`.
 
     What environments raise, what they return that is no observation or reward, and what takes them too long, ends
-    their episodes alone. Where the engine raises, or the run is interrupted, all are given up, and nothing of them is
-    left in the engine.
+    their episodes alone. Where the engine raises, or the run is interrupted, all are given up: their environments are
+    closed, and nothing of them is left in the engine.
     """
     for each in params:
         if each.n != 1:
             raise ValueError(f"n={each.n} is not valid in an episode: give the example once for each")
     episodes = [Episode(example) for example in examples]
-    with EventLoopThread() as loop:
-        _Run(llm, make_environment, section, loop, adapter).run(
-            [_Running(episode, each) for episode, each in zip(episodes, params, strict=True)]
-        )
+    with closing(EpisodeRunner(llm, make_environment, section, adapter=adapter)) as runner:
+        for episode, each in zip(episodes, params, strict=True):
+            runner.add(episode, each)
+        while runner.is_busy:
+            runner.wait()
+            runner.advance()
     return episodes
 
 
@@ -97,37 +107,116 @@ class _Running:
         return self.call_deadline if self.is_over else min(self.call_deadline, self.deadline)
 
 
-class _Run:
+class EpisodeRunner:
+    """Runs episodes, which may be added at any time; close it at the end. One thread at a time may use it, but for
+    `is_ready`.
+
+    `changed` guards the environments' answers, and is notified of each: it may be the condition of somebody who waits
+    for other things as well.
+    """
+
     def __init__(
         self,
         llm: LLM,
         make_environment: EnvironmentFactory,
         section: EnvironmentSection,
-        loop: EventLoopThread,
-        adapter: LoRARequest | None,
+        changed: threading.Condition | None = None,
+        adapter: LoRARequest | None = None,
     ) -> None:
         self._llm = llm
         self._adapter = adapter
         self._make_environment = make_environment
         self._section = section
-        self._loop = loop
-        self._answers: SimpleQueue[tuple[_Running, Future[Any]]] = SimpleQueue()
+        self._changed = changed or threading.Condition()
+        self._stack = ExitStack()  # of the loop, once there is one
+        self._loop: EventLoopThread | None = None
+        self._waiting: deque[_Running] = deque()
         self._active: set[_Running] = set()
+        self._answers: deque[tuple[_Running, Future[Any]]] = deque()
         self._sampling: dict[str, _Running] = {}  # by request id
+        self._ended: list[Episode] = []  # since the last `advance`
 
-    def run(self, waiting: Sequence[_Running]) -> None:
-        """Until all episodes have ended."""
-        left = deque(waiting)
-        most = self._section.max_concurrent or len(left)
-        try:
-            while left or self._active:
-                while left and len(self._active) < most:
-                    self._begin(left.popleft())
-                self._take_answers()
-                self._end_what_is_late()
-                self._sample()
-        finally:
-            self._give_up()
+    def add(self, episode: Episode, params: SamplingParams) -> None:
+        """An episode that begins as soon as `max_concurrent` lets it. `params` are those of each turn."""
+        self._waiting.append(_Running(episode, params))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some episode has not ended."""
+        return bool(self._waiting or self._active)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `advance` has something to do now, be it only until the next environment answers."""
+        return bool(self._sampling or self._answers) or self._may_begin
+
+    @property
+    def _may_begin(self) -> bool:
+        most = self._section.max_concurrent
+        return bool(self._waiting) and (most is None or len(self._active) < most)
+
+    @property
+    def deadline(self) -> float:
+        """When `advance` has something to do although nobody has answered: something is late then. Of `time.monotonic`;
+        infinite where there are no limits."""
+        return min((running.next_deadline for running in self._active), default=math.inf)
+
+    def wait(self) -> None:
+        """Until `advance` has something to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_ready, seconds_until(self.deadline))
+
+    def advance(self) -> list[Episode]:
+        """Hands the environments' answers on, and runs one step of the engine where some turn is being sampled. Never
+        waits for an environment. Returns the episodes that have ended."""
+        while self._may_begin:
+            self._begin(self._waiting.popleft())
+        self._take_answers()
+        self._end_what_is_late()
+        self._sample()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def rest(self, seconds: float) -> None:
+        """Nobody has sampled for so long: that is no episode's fault, and the limit of none counts it."""
+        for running in self._active:
+            running.deadline += seconds
+
+    def lengths(self) -> list[int]:
+        """How many tokens of the policy's each episode has by now that has not ended."""
+        turns = self._llm.num_output_tokens(list(self._sampling))
+        now = {running: sum(each) for running, each in zip(self._sampling.values(), turns, strict=True)}
+        return [running.episode.num_tokens + now.get(running, 0) for running in (*self._waiting, *self._active)]
+
+    def close(self) -> None:
+        """Gives up what has not ended: closes its environments, as far as they let themselves be closed in a few
+        seconds, and leaves nothing in the engine. May be called twice."""
+        with self._stack:
+            try:
+                self._close_environments()
+            finally:
+                self._waiting.clear()
+                self._active.clear()
+                sampling, self._sampling = list(self._sampling), {}
+                if sampling:
+                    self._llm.abort(sampling)
+                    self._llm.step(sampling)  # takes them away; what has ended needs no step
+
+    def _close_environments(self) -> None:
+        closing_now: list[Future[Any]] = []
+        for running in self._active:
+            if running.is_over:
+                closing_now += [] if running.call is None else [running.call]
+                continue
+            if running.call is not None:
+                running.call.cancel()
+            closing_now.append(self._submit(_close(running.episode)))
+        wait(closing_now, _SECONDS_TO_CLOSE)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if self._loop is None:
+            self._loop = self._stack.enter_context(EventLoopThread())
+        return self._loop.submit(coroutine)
 
     def _begin(self, running: _Running) -> None:
         self._active.add(running)
@@ -146,23 +235,18 @@ class _Run:
         limit = self._section.step_timeout
         running.call_deadline = math.inf if limit is None else time.monotonic() + limit
         running.then = then
-        running.call = call = self._loop.submit(coroutine)
-        call.add_done_callback(lambda future: self._answers.put((running, future)))
+        running.call = call = self._submit(coroutine)
+        call.add_done_callback(lambda future: self._note_answer(running, future))
+
+    def _note_answer(self, running: _Running, call: Future[Any]) -> None:
+        with self._changed:
+            self._answers.append((running, call))
+            self._changed.notify_all()
 
     def _take_answers(self) -> None:
-        """Handles what environments have returned. Where no turn is being sampled, waits for the first, or until
-        something is late."""
-        wait = None
-        if not self._sampling and self._active:
-            first = min(running.next_deadline for running in self._active)
-            wait = None if first == math.inf else max(0.0, first - time.monotonic())
-        is_waiting = not self._sampling and bool(self._active)
-        while True:
-            try:
-                running, call = self._answers.get(block=is_waiting, timeout=wait if is_waiting else None)
-            except Empty:
-                return
-            is_waiting = False
+        """Handles what environments have returned."""
+        while self._answers:
+            running, call = self._answers.popleft()
             if running.call is call:  # else it came too late
                 self._answer(running, call)
 
@@ -175,7 +259,7 @@ class _Run:
             error = f"{type(raised).__name__}: {raised}"
         if running.is_over:
             running.episode.error = running.episode.error or error
-            self._active.remove(running)
+            self._leave(running)
         elif error is not None:
             self._end(running, "error", error)
         else:
@@ -276,7 +360,7 @@ class _Run:
                 continue
             call.cancel()
             if running.is_over:
-                self._active.remove(running)
+                self._leave(running)
                 continue
             is_call = running.call_deadline <= now
             limit = self._section.step_timeout if is_call else self._section.episode_timeout
@@ -286,18 +370,18 @@ class _Run:
         episode = running.episode
         episode.finish_reason, episode.error, running.is_over = finish_reason, error, True
         if episode.environment is None:
-            self._active.remove(running)
+            self._leave(running)
         else:
             self._call(running, episode.environment.close(), _nothing)
 
-    def _give_up(self) -> None:
-        """Leaves nothing behind in the engine, where the run was interrupted."""
-        if self._sampling:
-            self._llm.abort(self._sampling.keys())
-            self._llm.step(self._sampling.keys())  # takes them away; what has ended needs no step
-        for running in self._active:
-            if running.call is not None:
-                running.call.cancel()
+    def _leave(self, running: _Running) -> None:
+        self._active.remove(running)
+        self._ended.append(running.episode)
+
+
+async def _close(episode: Episode) -> None:
+    if episode.environment is not None:  # it may not have come so far
+        await episode.environment.close()
 
 
 def _nothing(running: _Running, result: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rollout import LLM
 from rollout.lora.request import LoRARequest
+from rollout.outputs import PolicyVersionSpan
 from rollout.prompts import encode_prompt
 from rollout.sampling_params import SamplingParams
 from rollout_trainers.config import EnvironmentSection
@@ -53,11 +54,7 @@ class EpisodeProducer:
         """
         places = range(first_place, first_place + len(examples))
         params = [
-            SamplingParams(
-                temperature=self.temperature,
-                max_tokens=self.max_tokens,
-                seed=derive_seed(self.seed, "episode", step, place, member),
-            )
+            episode_params(self.temperature, self.max_tokens, self.seed, step, place, member)
             for place in places
             for member in range(group_size)
         ]
@@ -88,23 +85,53 @@ class EpisodeProducer:
     ) -> list[Sample]:
         version = self.engine.policy_version
         episodes = run_episodes(self.engine, examples, params, self._make_environment, self._section, self.adapter)
-        for output in (output for episode in episodes for output in episode.outputs):
-            (completion,) = output.outputs
-            check_version(completion, version)
-            if completion.finish_reason == "error":
-                raise ValueError(f"request {output.request_id} ended with 'error': it can't be trained on")
-            if is_trained_on:
-                check_reproducible(output, self.temperature)
-        if all(episode.finish_reason == "error" for episode in episodes):
-            raise ValueError(f"all {len(episodes)} environments have failed; the first with {episodes[0].error}")
-        return [
-            _sample(self.engine, episode, each.seed, group, version)
+        for episode in episodes:
+            check_episode(episode, self.temperature if is_trained_on else None)
+            for output in episode.outputs:
+                check_version(output.outputs[0], version)
+        samples = [
+            episode_sample(self.engine, episode, each.seed, group)
             for episode, each, group in zip(episodes, params, groups, strict=True)
         ]
+        check_environments(samples)
+        return samples
 
 
-def _sample(llm: LLM, episode: Episode, seed: int | None, group: int, version: int) -> Sample:
-    """The tokens of an episode up to the policy's last one. Where the policy had no turn there are none."""
+def episode_params(
+    temperature: float, max_tokens: int, seed: int, step: int, place: int, member: int
+) -> SamplingParams:
+    """Those of each turn of an episode: number `member` of the group at `place` of `step`, in the run of `seed`."""
+    return SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, seed=derive_seed(seed, "episode", step, place, member)
+    )
+
+
+def check_episode(episode: Episode, temperature: float | None) -> None:
+    """Raises `ValueError` where the engine has failed in a turn, and where a trainer could not reproduce the logprobs
+    at this `temperature` (None: none is to)."""
+    for output in episode.outputs:
+        if output.outputs[0].finish_reason == "error":
+            raise ValueError(f"request {output.request_id} ended with 'error': it can't be trained on")
+        if temperature is not None:
+            check_reproducible(output, temperature)
+
+
+def check_environments(samples: Sequence[Sample]) -> None:
+    """Raises `ValueError` where every sample is an episode whose environment has failed."""
+    if have_failed(samples):
+        first = samples[0].episode
+        assert first is not None
+        raise ValueError(f"all {len(samples)} environments have failed; the first with {first.error}")
+
+
+def have_failed(samples: Sequence[Sample]) -> bool:
+    """Whether there are samples, and all are episodes whose environment has failed."""
+    return bool(samples) and all(sample.episode is not None and sample.finish_reason == "error" for sample in samples)
+
+
+def episode_sample(llm: LLM, episode: Episode, seed: int | None, group: int) -> Sample:
+    """The tokens of an episode up to the policy's last one, and which policy has sampled each. Where the policy had no
+    turn there are none."""
     assert seed is not None
     session = episode.session
     token_ids = encode_prompt(episode.example.prompt, llm.get_tokenizer()).token_ids
@@ -120,6 +147,8 @@ def _sample(llm: LLM, episode: Episode, seed: int | None, group: int, version: i
         sampled_logprobs = session.sampled_logprobs[start:end][loss_mask]
         raw_logprobs = session.raw_logprobs[start:end][loss_mask]
         entropy = session.entropy[start:end][loss_mask]
+    versions = _version_spans(episode)
+    newest = versions[-1].version if versions else llm.policy_version
     return Sample(
         example=episode.example,
         group=group,
@@ -132,8 +161,9 @@ def _sample(llm: LLM, episode: Episode, seed: int | None, group: int, version: i
         entropy=entropy,
         seed=seed,
         sample_index=0,
-        policy_version=version,
-        receipt_id=episode.outputs[0].receipt_id if episode.outputs else None,
+        policy_version=newest,
+        receipt_id=_receipt_id(episode, newest),
+        versions=versions if len(versions) > 1 else (),
         loss_mask=loss_mask,
         episode=EpisodeNotes(
             messages=[dict(message) for message in episode.messages],
@@ -144,6 +174,27 @@ def _sample(llm: LLM, episode: Episode, seed: int | None, group: int, version: i
             error=episode.error,
         ),
     )
+
+
+def _version_spans(episode: Episode) -> tuple[PolicyVersionSpan, ...]:
+    """Which policy has sampled which tokens, counted in the policy's own: what it was answered does not count."""
+    spans: list[PolicyVersionSpan] = []
+    num_before = 0
+    for output in episode.outputs:
+        (completion,) = output.outputs
+        for span in completion.policy_versions:
+            if spans and spans[-1].version == span.version:
+                spans[-1] = spans[-1]._replace(end=num_before + span.end)
+            else:
+                spans.append(PolicyVersionSpan(span.version, num_before + span.start, num_before + span.end))
+        num_before += len(completion.token_ids)
+    return tuple(spans)
+
+
+def _receipt_id(episode: Episode, version: int) -> str | None:
+    """Of the weights of a policy that has sampled some turn."""
+    known = [output.receipt_ids[version] for output in episode.outputs if version in output.receipt_ids]
+    return known[-1] if known else None
 
 
 def _text(llm: LLM, episode: Episode, token_ids: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from rollout_trainers.rewards.answers import completion_text, exact_answer_reward, final_number_reward
 from rollout_trainers.rewards.mathematics import math_verify_reward
-from rollout_trainers.rewards.scoring import TrainerState, check_columns, reward_names, score
+from rollout_trainers.rewards.scoring import TrainerState, check_columns, names_environments, reward_names, score
 
 __all__ = [
     "TrainerState",
@@ -11,6 +11,7 @@ __all__ = [
     "exact_answer_reward",
     "final_number_reward",
     "math_verify_reward",
+    "names_environments",
     "reward_names",
     "score",
 ]

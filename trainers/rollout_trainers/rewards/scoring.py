@@ -61,6 +61,11 @@ def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
     return names
 
 
+def names_environments(functions: Sequence[RewardFunction]) -> bool:
+    """Whether a function asks for the environments themselves, by the name of a parameter."""
+    return any("environments" in inspect.signature(function).parameters for function in functions)
+
+
 def check_columns(functions: Sequence[RewardFunction], examples: Sequence[Example], which: str) -> None:
     """Raises `ValueError` where a function has a parameter without a default that is neither what `score` gives nor a
     column of the examples, of which it looks at the first, or does not take all that it is given. `which` says in the
