@@ -179,10 +179,13 @@ def test_a_resumed_run_is_the_unbroken_one(options: tuple[str, ...], model: Path
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_every_turn_of_an_episode_is_sampled_with_the_adapter(model: Path, tmp_path: Path):
-    rows = train(model, tmp_path, *ADAPTER, "environment.max_turns=2", environment=lambda: Echo(2))
+@pytest.mark.parametrize("options", [(), ("asynchrony.over_sampling=0.4",)], ids=["in turns", "over-sampled"])
+def test_every_turn_of_an_episode_is_sampled_with_the_adapter(options: tuple[str, ...], model: Path, tmp_path: Path):
+    rows = train(model, tmp_path, *ADAPTER, *options, "environment.max_turns=2", environment=lambda: Echo(2))
     assert rows[-1]["num_turns/mean"] > 1
-    assert_sampled_from_the_adapter(rows)
+    own = [row for row in rows if row["sampling/logp_difference/num_tokens"] > 0]  # of the policy's own samples
+    assert len(own) > 1
+    assert_sampled_from_the_adapter(own)
 
 
 @pytest.mark.parametrize(
