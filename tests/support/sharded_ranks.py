@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch.distributed as dist
+from accelerate import DistributedType, PartialState
 
 from tests.support.data_parallel_ranks import failing_after, outcome, train, write
 
@@ -17,6 +19,13 @@ LORA = ("policy.lora.rank=4", "policy.lora.initialization=gaussian", "loss.kl_co
 # Overrides by case, beside the kind; one process runs the same without it.
 TORCH = {"fsdp2": PLAIN, "fsdp2-kl": KL, "fsdp2-lora": LORA, "accelerate": PLAIN}
 ZERO = {"zero1": PLAIN, "zero2": KL, "zero3": PLAIN, "zero3-kl": KL, "zero3-lora": LORA}
+ACCELERATE_FSDP2 = {"accelerate": (*PLAIN, *KL), "accelerate-lora": LORA}
+FSDP2_OF_ACCELERATE = {  # what `accelerate config` would write
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+}
 REFUSED = {
     "shared": ("distributed.kind=fsdp2",),
     "critic": (*TRANSFORMERS, "distributed.kind=zero2", "loss.algorithm=ppo"),
@@ -31,7 +40,18 @@ def torch_kinds(folder: Path) -> None:
     found: dict[str, str] = {}
     for name, options in REFUSED.items():
         found[name] = outcome(lambda chosen=options: train(folder / "model", folder / "refused", *chosen))
+    os.environ |= FSDP2_OF_ACCELERATE  # of which accelerate makes DDP on a CPU
+    options = (*TRANSFORMERS, "distributed.kind=accelerate")
+    found["accelerate's FSDP2"] = outcome(lambda: train(folder / "model", folder / "refused", *options))
     (folder / f"refused.rank{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def accelerate_fsdp2(folder: Path) -> None:
+    """With the environment `FSDP2_OF_ACCELERATE`. Accelerate shards on devices alone: it is told that this is one."""
+    dist.init_process_group("gloo")
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    train_cases(ACCELERATE_FSDP2, folder)
 
 
 def zero(folder: Path) -> None:

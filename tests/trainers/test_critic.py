@@ -14,6 +14,7 @@ from rollout_trainers.critic import SeparateCritic, ValueHead, load_critic
 from rollout_trainers.packing import pack, pack_micro_batches
 from rollout_trainers.policy import SharedPolicy
 from rollout_trainers.types import Sample
+from tests.support.live_bytes import LiveBytes
 from tests.support.reward_models import load_reward_model, make_reward_model
 from tests.support.samples import make_sample
 from tests.support.tiny import make_tiny_llama
@@ -148,3 +149,28 @@ def test_models_that_cannot_be_critics_are_refused_by_name(tmp_path: Path, folde
     (shallow / "config.json").write_text((shallow / "config.json").read_text().replace('layers": 2', 'layers": 3'))
     with pytest.raises(ValueError, match=r"it lacks model\.layers\.2"):
         load_critic(shallow, 131, "auto", 0, CPU)
+
+
+def test_a_critic_of_its_own_that_recomputes_its_layers_keeps_less_and_learns_the_same_bits(folder: Path):
+    batch = pack(SAMPLES, [0, 1, 2])
+    found = []
+    for checkpointing in (False, True):
+        critic = load_critic(folder, 131, "float32", 3, CPU, checkpointing)
+        with LiveBytes(critic.parameters(), settle=0.0) as memory:
+            values = critic.values(batch, None)
+            kept = memory.live
+        values.square().sum().backward()
+        found.append((values.detach(), {name: each.grad for name, each in critic.named_parameters()}, kept))
+    (plain_values, plain, plain_kept), (values, gradients, kept) = found
+    assert torch.equal(values, plain_values)
+    for name, gradient in plain.items():
+        assert gradient is not None
+        assert torch.equal(gradients[name], gradient), name
+    assert kept < plain_kept / 2
+
+
+def test_a_critic_that_cannot_recompute_its_layers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    critic = load_critic(folder, 131, "float32", 3, CPU)
+    monkeypatch.setattr(type(critic.network), "supports_recompute", False)
+    with pytest.raises(ValueError, match=r"policy.gradient_checkpointing=True is not valid with a critic"):
+        load_critic(folder, 131, "float32", 3, CPU, gradient_checkpointing=True)

@@ -155,8 +155,8 @@ def test_an_old_runs_files_are_neither_resumed_nor_appended_to_unless_asked_for(
     before = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
         train(model, tmp_path, "steps=1", "checkpoint.every=1")
-    with pytest.raises(ValueError, match=r"loss\.clip_low was 0\.2, is 0\.1"):
-        train(model, tmp_path, "steps=2", "resume=true", "algorithm.clip_low=0.1")
+    with pytest.raises(ValueError, match=r"loss\.kl_coefficient was 0\.0, is 0\.1"):
+        train(model, tmp_path, "steps=2", "resume=true", "algorithm.kl_coefficient=0.1")
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == before
     train(model, tmp_path, "steps=2", "resume=true")
     assert [row["step"] for row in step_metrics(tmp_path)] == [1, 2]

@@ -31,6 +31,7 @@ OPTIONS = {
         "loss.algorithm=dapo",
         "loss.kl_coefficient=0.01",
         "loss.dual_clip=3",
+        "algorithm.minibatches=2",
         "engine.quantization=int8",
         "engine.kv_cache_memory=null",
         "engine.memory_budget=4GiB",
@@ -134,7 +135,7 @@ def test_the_recipes_of_the_page_are_valid():
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     tracking, alerts = (config_from_values({"model": "any", **yaml.safe_load(block)}) for block in blocks)
     assert (tracking.tracking.tags, tracking.tracking.group) == (("grpo", "cpu"), "learning-rates")
-    assert alerts.alerts == AlertsSection(window=10, kl=0.3, length_growth=None)
+    assert alerts.alerts == AlertsSection(window=10, entropy_floor=0.05, length_growth=None)
 
 
 def test_the_files_of_the_page_are_those_of_a_run(runs: dict[str, RunFiles]):

@@ -25,6 +25,7 @@ from tests.support.tiny import make_tiny_llama
 
 TEXTS = ("abc", "hello", "what", "two and two")
 NAME = "model.layers.1.mlp.up_proj.weight"
+NEVER = ("tracking.diagnose_above=null", "tracking.diagnose_every=50")
 
 
 def low_ids(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -120,7 +121,7 @@ def test_weights_that_change_in_the_open_make_the_engine_refuse_and_are_named(mo
 def test_a_healthy_run_diagnoses_nothing_and_a_threshold_of_none_never_does(model: Path, tmp_path: Path) -> None:
     assert run_with_fault(configuration(model, tmp_path / "healthy", "steps=2")) == []
     assert "Why sampler and trainer differed" not in (tmp_path / "healthy" / "report.html").read_text(encoding="utf-8")
-    off = configuration(model, tmp_path / "off", "steps=1", "tracking.diagnose_above=null")
+    off = configuration(model, tmp_path / "off", "steps=1", *NEVER)
     assert run_with_fault(off, trainer_temperature=1.0) == []
 
 
@@ -137,7 +138,7 @@ def test_an_int8_engine_is_told_to_round_and_not_asked_about_again(model: Path, 
 def test_the_diagnosis_changes_nothing_that_is_learned(model: Path, tmp_path: Path) -> None:
     with_it, without = tmp_path / "with", tmp_path / "without"
     run_with_fault(configuration(model, with_it, "steps=2"), trainer_temperature=1.0)
-    off = configuration(model, without, "steps=2", "tracking.diagnose_above=null")
+    off = configuration(model, without, "steps=2", *NEVER)
     run_with_fault(off, trainer_temperature=1.0)
     kept = ("reward", "loss", "grad_norm", "entropy")
     assert [[row[name] for name in kept] for row in steps(with_it)] == [

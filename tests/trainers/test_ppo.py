@@ -11,6 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.worker.ledger import process_resident_bytes
+from rollout_trainers.critic import SeparateCritic
+from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.optimizer import MasterAdamW
+from rollout_trainers.ppo import PPOTrainer
 from rollout_trainers.recipe import config_from_values, load_recipe
 from rollout_trainers.run import run, train_from_recipe
 from rollout_trainers.tracking import read_json_lines
@@ -154,6 +158,35 @@ def test_sampler_policy_and_critic_share_one_memory_budget(model: Path, tmp_path
     assert all(0 < row["memory/kv_pool_bytes"] < 400 * MIB for row in rows)
 
 
+def test_a_critic_of_its_own_holds_gradients_and_activations_only_while_it_learns(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Between the wake-up and the next sleep the critic's gradients hold no page, as the policy's; its passes recompute
+    their layers where the policy's do, which changes no bit."""
+    held: list[int] = []
+    recomputes: list[bool] = []
+
+    def resume_engine(trainer: PPOTrainer) -> None:
+        optimizers = trainer.optimizers
+        assert set(optimizers) == {"optimizer", "critic"}
+        for optimizer in optimizers.values():
+            assert isinstance(optimizer, MasterAdamW) and optimizer.gradient_memory is not None
+            assert all(master.grad is None for master in optimizer.masters.values())
+            held.append(optimizer.gradient_memory.resident_bytes())
+        assert isinstance(trainer.critic, SeparateCritic)
+        recomputes.append(trainer.critic.gradient_checkpointing)
+        GRPOTrainer.resume_engine(trainer)
+
+    monkeypatch.setattr(PPOTrainer, "resume_engine", resume_engine)
+    updates = ("critic.kind=separate", "algorithm.minibatches=2", "critic.learning_rate=1e-2")
+    plain = train(model, tmp_path / "plain", *updates)
+    saving = train(model, tmp_path / "saving", *updates, "policy.gradient_checkpointing=true")
+    assert held == [0] * 8
+    assert recomputes == [False] * 2 + [True] * 2
+    assert [row["critic/vf_loss"] for row in saving] == [row["critic/vf_loss"] for row in plain]
+    assert same(weights(tmp_path / "saving"), weights(tmp_path / "plain"))
+
+
 def interrupted_after(calls: int) -> Any:
     """`share_of_low_ids` until it has been called so often; then the run is interrupted in the middle of a step."""
     left = iter(range(calls))
@@ -181,6 +214,13 @@ def test_a_resumed_run_has_the_critic_and_the_kl_coefficient_of_an_unbroken_one(
     assert plain[0] == plain[1]
     assert len({row["objective/kl_coef"] for row in whole}) == 4
     assert same(weights(broken), weights(unbroken))
+    states = [
+        torch.load(output / "checkpoints" / "step-000004" / "trainer.pt")["optimizers"]["critic"]
+        for output in (unbroken, broken)
+    ]
+    assert same(states[0]["masters"], states[1]["masters"])
+    for name, moments in states[0]["moments"].items():
+        assert moments["step"] > 0 and same(moments, states[1]["moments"][name])
     with pytest.raises(ValueError, match=r"critic\.value_clip was 0\.2, is 0\.5"):
         train(model, broken, kind, *control, *updates, "resume=true", "critic.value_clip=0.5")
 

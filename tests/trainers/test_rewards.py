@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.metrics import sample_metrics
 from rollout_trainers.rewards import (
     TrainerState,
+    check_columns,
     completion_text,
     exact_answer_reward,
     final_number_reward,
@@ -233,19 +237,67 @@ def test_rewards_are_named_after_functions_and_classes_and_no_two_alike():
     assert sample.reward == 22.25
 
 
+FOR_TWO = "it must return a list of 2 values, one for each completion: a finite number, or None"
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("returned", "message"),
     [
-        ([1.0], "reward 'bad' returned 1 values for 2 completions"),
-        ([1.0, "a"], "reward 'bad' returned 'a' for completion 1: 'two'"),
-        ([[1.0], 1.0], "reward 'bad' returned [1.0] for completion 0: 'one'"),
-        ([1.0, float("nan")], "reward 'bad' returned nan for completion 1: 'two'"),
+        (0.5, f"reward 'bad' returned 0.5 for 2 completions: {FOR_TWO}"),
+        (np.float64(0.5), f"reward 'bad' returned np.float64(0.5) for 2 completions: {FOR_TWO}"),
+        (None, f"reward 'bad' returned None for 2 completions: {FOR_TWO}"),
+        ("10", f"reward 'bad' returned '10' for 2 completions: {FOR_TWO}"),  # two characters
+        ({0: 1.0, 1: 0.0}, f"reward 'bad' returned {{0: 1.0, 1: 0.0}} for 2 completions: {FOR_TWO}"),
+        (torch.tensor(0.5), f"reward 'bad' returned an array of the shape (): {FOR_TWO}"),
+        (np.ones((2, 1)), f"reward 'bad' returned an array of the shape (2, 1): {FOR_TWO}"),
+        ([], f"reward 'bad' returned 0 values for 2 completions: {FOR_TWO}"),
+        ([1.0], f"reward 'bad' returned 1 values for 2 completions: {FOR_TWO}"),
+        ([1.0, "a"], "reward 'bad' returned 'a' for completion 1: 'two': it must be a finite number, or None where"),
+        ([1.0, "1.0"], "reward 'bad' returned '1.0' for completion 1: 'two': it must be a finite number, or None"),
+        ([[1.0], 1.0], "reward 'bad' returned [1.0] for completion 0: 'one': it must be a finite number, or None"),
+        ([1.0, float("nan")], "reward 'bad' returned nan for completion 1: 'two': it must be a finite number"),
+        ([float("-inf"), 1.0], "reward 'bad' returned -inf for completion 0: 'one': it must be a finite number"),
+        ([torch.ones(2), 1.0], "reward 'bad' returned tensor([1., 1.]) for completion 0: 'one': it must be"),
     ],
 )
-def test_a_reward_that_returns_something_else_is_named(values: list[Any], message: str):
+def test_a_reward_that_returns_something_else_is_named(returned: Any, message: str):
     def bad(prompts, completions, **columns):
-        return values
+        return returned
 
-    with pytest.raises(ValueError, match="reward 'bad'") as raised:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         score([make_sample([1], [2], text="one"), make_sample([1], [2], text="two")], [bad])
-    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "returned", [np.array([0.5, 1.0]), torch.tensor([0.5, 1.0]), (0.5, True), iter([np.float32(0.5), 1])]
+)
+def test_a_reward_may_return_any_row_of_numbers(returned: Any):
+    def good(prompts, completions, **columns):
+        return returned
+
+    samples = [make_sample([1], [2]), make_sample([1], [2])]
+    score(samples, [good])
+    assert [sample.reward for sample in samples] == [0.5, 1.0]
+
+
+def test_what_a_reward_raises_names_it_and_keeps_the_cause():
+    def divides(prompts, completions, **columns):
+        return [1 / len(text) for text in completions]
+
+    async def asks(prompts, completions, **columns):
+        raise ConnectionError("the judge has left")
+
+    def selects(completions):
+        return [1.0 for _ in completions]
+
+    sample = make_sample([1], [2], text="")
+    with pytest.raises(ValueError, match=r"^reward 'divides' raised ZeroDivisionError: division by zero$") as raised:
+        score([sample], [divides])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ValueError, match=r"^reward 'asks' raised ConnectionError: the judge has left$") as raised:
+        score([sample], [asks])
+    assert isinstance(raised.value.__cause__, ConnectionError)
+    with pytest.raises(ValueError, match=r"reward 'selects' raised TypeError.*are called by name"):
+        score([sample], [selects])
+    with pytest.raises(ValueError, match=r"^reward 'selects' has no \*\*columns: it is called by name"):
+        check_columns([selects], [sample.example], "training")

@@ -249,7 +249,7 @@ def test_two_processes_cannot_write_into_one_folder(model: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_run_that_ends_before_its_first_checkpoint_goes_on_under_its_id_in_wandb(model: Path, tmp_path: Path):
     wandb = pytest.importorskip("wandb")
-    with pytest.raises(StopIteration):
+    with pytest.raises(ValueError, match=r"reward .Scripted. raised StopIteration"):
         train(model, tmp_path, [], "tracking.wandb=offline", "evaluation.at_end=false")
     first = read_record(tmp_path)
     assert wandb.run is None  # a run that has failed does not become the next one's

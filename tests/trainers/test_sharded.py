@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.data_parallel_ranks import train
 from tests.support.distributed import ROOT, run_ranks
-from tests.support.sharded_ranks import TORCH, TRANSFORMERS, ZERO
+from tests.support.sharded_ranks import ACCELERATE_FSDP2, FSDP2_OF_ACCELERATE, TORCH, TRANSFORMERS, ZERO
 from tests.support.tiny import make_tiny_llama
 from tests.trainers.test_data_parallel import metrics, weights
 
@@ -29,6 +29,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def torch_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run("torch_kinds", tmp_path_factory.mktemp("torch_kinds"))
+
+
+@pytest.fixture(scope="module")
+def accelerate_fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run("accelerate_fsdp2", tmp_path_factory.mktemp("accelerate_fsdp2"), FSDP2_OF_ACCELERATE)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,13 @@ def test_under_fsdp2_or_accelerate_it_learns_what_one_process_learns(
     case: str, torch_kinds: Path, tmp_path: Path
 ):  # case TR-03
     assert_learned_alike(torch_kinds, case, TORCH[case], tmp_path)
+
+
+@pytest.mark.parametrize("case", ACCELERATE_FSDP2)
+def test_under_accelerates_fsdp2_it_learns_what_one_process_learns(
+    case: str, accelerate_fsdp2: Path, tmp_path: Path
+):  # case TR-03
+    assert_learned_alike(accelerate_fsdp2, case, ACCELERATE_FSDP2[case], tmp_path)
 
 
 @pytest.mark.parametrize("case", ZERO)
@@ -98,3 +110,6 @@ def test_what_a_kind_cannot_do_is_refused_on_both_ranks(torch_kinds: Path):
         assert "policy.kind='shared' is not valid: it must be 'transformers'" in refused["shared"]
         assert "loss.baseline='critic' is not valid" in refused["critic"]
         assert "policy.model_dtype must be 'float32'" in refused["bfloat16"]
+        assert (
+            "with FSDP here, of which accelerate makes MULTI_CPU: it must be 'fsdp2'" in refused["accelerate's FSDP2"]
+        )

@@ -137,6 +137,32 @@ def test_gradients_are_those_of_a_plain_loop(architecture: str, tmp_path: Path):
         assert (ours[name] - plain[name]).norm() <= 1e-4 * plain[name].norm() + 1e-6, name
 
 
+def test_logits_that_must_be_made_in_the_models_own_pass_are_the_same(tmp_path: Path):
+    """As under accelerate's FSDP2 and mixed precision. The latter replaces the model's forward method."""
+    model = tiny_model(tmp_path)
+    policy = TransformersPolicy(model, temperature=0.7)
+    policy.wrap(model, writes=True, at_once=True)
+    batch = pack(samples(), range(4))
+    objective(*policy.logprobs(batch), batch).backward()
+    ours = gradients(model)
+    expected, expected_entropies = plain_logprobs(model.eval(), samples(), 0.7)
+    objective(expected, expected_entropies, batch).backward()
+    for name, gradient in gradients(model).items():
+        assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
+    assert (policy.frozen_logprobs(batch) - expected).abs().max() < 1e-5
+
+    forward = model.forward
+
+    def rounded(*arguments: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*arguments, **options)
+
+    model.forward = rounded  # type: ignore[method-assign]
+    difference = (policy.frozen_logprobs(batch) - plain_logprobs(model, samples(), 0.7)[0]).abs()
+    assert difference.max() < 0.05
+    assert (policy.frozen_logprobs(batch) - expected).abs().max() > 1e-4  # it was this method that ran
+
+
 def test_only_adapters_get_gradients_and_these_are_a_plain_loops(tmp_path: Path):
     model = adapted(tiny_model(tmp_path))
     policy = TransformersPolicy(model, temperature=0.7)

@@ -18,6 +18,7 @@ from rollout_trainers.critic_config import CriticSection
 from rollout_trainers.distributed_config import DistributedSection
 from rollout_trainers.early_stop_config import EarlyStopSection, Mode
 from rollout_trainers.evaluation import EVALUATION_PREFIX, check_evaluation_metric
+from rollout_trainers.idle_keys import check_idle_keys
 from rollout_trainers.loss_config import LossSection
 from rollout_trainers.metric_catalog import near_miss
 from rollout_trainers.policy_config import PolicySection
@@ -27,6 +28,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 WandbMode = Literal["auto", "offline", "online", "disabled"]
 
 MAX_SEED = 2**63 - 1
+
+_KEEP, _SAMPLE_EVERY, _DIAGNOSE_EVERY = 2, 5, 50  # defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class CheckpointSection:
     """
 
     every: int = 0
-    keep: int = 2
+    keep: int = _KEEP
     best_metric: str | None = None
     best_mode: Mode = "max"
     load_best: bool = False
@@ -273,6 +276,8 @@ class CheckpointSection:
         elif self.load_best or self.best_mode != "max":
             name = "load_best" if self.load_best else "best_mode"
             fail("checkpoint", name, getattr(self, name), "left out without best_metric")
+        if self.every == 0 and self.best_metric is None and self.keep != _KEEP:
+            fail("checkpoint", "keep", self.keep, "left out where every is 0, without a best_metric: none are made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +295,10 @@ class TrackingSection:
     job_type: str | None = None
     tags: tuple[str, ...] = ()
     notes: str | None = None
-    sample_every: int = 5
+    sample_every: int = _SAMPLE_EVERY
     samples: int = 16
     diagnose_above: float | None = 1e-3
-    diagnose_every: int = 50
+    diagnose_every: int = _DIAGNOSE_EVERY
 
     def __post_init__(self) -> None:
         check_choice("tracking", "wandb", self.wandb, ("auto", "offline", "online", "disabled"))
@@ -306,6 +311,10 @@ class TrackingSection:
         if self.diagnose_above is not None:
             check_real("tracking", "diagnose_above", self.diagnose_above, 0.0)
         check_integer("tracking", "diagnose_every", self.diagnose_every, 1)
+        if self.diagnose_above is None and self.diagnose_every != _DIAGNOSE_EVERY:
+            fail("tracking", "diagnose_every", self.diagnose_every, "left out where diagnose_above is null: never")
+        if self.samples == 0 and self.sample_every != _SAMPLE_EVERY:
+            fail("tracking", "sample_every", self.sample_every, "left out where samples is 0, which shows none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +377,7 @@ class RunConfig:
             fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
         if self.optimizer.schedule == "constant" and self.optimizer.final_fraction != 0:
             fail("optimizer", "final_fraction", self.optimizer.final_fraction, "left out with schedule 'constant'")
+        check_idle_keys(self)
 
     def _check_lengths(self) -> None:
         """A completion has less room than the context, which its prompt is in, too."""

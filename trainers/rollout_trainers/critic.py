@@ -76,21 +76,34 @@ class ValueHead(nn.Module):
 
 
 class SeparateCritic(nn.Module):
-    """A network of its own, over whole sequences: one of the engine's modules, and a head."""
+    """A network of its own, over whole sequences: one of the engine's modules, and a head.
+
+    With `gradient_checkpointing` a layer keeps only what it was given, and runs again in the backward pass: the
+    gradients are the same bits.
+    """
 
     reads_policy = False
 
-    def __init__(self, network: CausalLM, head: LinearHead) -> None:
+    def __init__(self, network: CausalLM, head: LinearHead, gradient_checkpointing: bool = False) -> None:
         super().__init__()
+        if gradient_checkpointing and not network.supports_recompute:
+            raise ValueError(
+                f"policy.gradient_checkpointing=True is not valid with a critic that is a {type(network).__name__}, "
+                "which does not run its layers by rollout.layers.recompute.run_layer (supports_recompute is false)"
+            )
         self.network = network.requires_grad_(True)
         self.head = head
+        self.gradient_checkpointing = gradient_checkpointing
 
     def values(self, batch: PackedBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        context = ForwardBatch.packed(batch.query_start, SharedRows(batch.gather, batch.first))
+        shared = SharedRows(batch.gather, batch.first)
+        context = ForwardBatch.packed(batch.query_start, shared, recompute=self.gradient_checkpointing)
         return self.head(take_rows(self.network(batch.input_ids, batch.positions, context), batch.rows))
 
 
-def load_critic(folder: Path, vocab_size: int, dtype: str, seed: int, device: torch.device) -> SeparateCritic:
+def load_critic(
+    folder: Path, vocab_size: int, dtype: str, seed: int, device: torch.device, gradient_checkpointing: bool = False
+) -> SeparateCritic:
     """A critic with the weights in `folder`: a causal language model's, whose output head it leaves out, or a sequence
     classifier's with one number, whose head becomes its own.
 
@@ -108,7 +121,7 @@ def load_critic(folder: Path, vocab_size: int, dtype: str, seed: int, device: to
     materialize(network, lambda shape, kind: torch.zeros(shape, dtype=kind, device=device), device)
     head = LinearHead(network.output_weight.shape[1], seed, device)
     _load_weights(network, head, folder)
-    return SeparateCritic(network, head)
+    return SeparateCritic(network, head, gradient_checkpointing)
 
 
 def _without_output(config: PretrainedConfig) -> PretrainedConfig:

@@ -43,3 +43,5 @@ class EarlyStopSection:
             fail("early_stop", "metric", None, f"the name of a metric where {changed[0]} is given")
         if self.metric is not None and self.patience is None and self.threshold is None:
             fail("early_stop", "patience", None, "given, or threshold, where there is a metric")
+        if self.min_delta != 0 and self.patience is None:
+            fail("early_stop", "min_delta", self.min_delta, "left out without patience, which alone counts progress")

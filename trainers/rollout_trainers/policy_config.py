@@ -92,7 +92,8 @@ class PolicySection:
     takes about a third longer and changes no bit. With `lora` only adapters learn, of kind "transformers".
 
     Gradients are there only while the policy learns. `offload` moves the optimiser's float32 weights and moments to
-    the host's memory as well, from each update to the next; it is for devices that have memory of their own.
+    the host's memory as well, from each update to the next; it is for devices that have memory of their own. All this
+    goes for a separate critic as well.
     """
 
     kind: PolicyKind = "shared"

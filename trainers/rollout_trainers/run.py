@@ -25,6 +25,7 @@ from rollout_trainers.distillation import DistillationTrainer
 from rollout_trainers.environments import EnvironmentFactory, EpisodeGroups, EpisodeProducer
 from rollout_trainers.evaluation import EVALUATION_PREFIX, evaluated_set
 from rollout_trainers.grpo import GRPOTrainer
+from rollout_trainers.idle_keys import check_keys_of_task, check_task_is_read
 from rollout_trainers.launch import joined
 from rollout_trainers.make_policy import make_policy
 from rollout_trainers.policy import Policy
@@ -97,6 +98,7 @@ def run(
             task = _with_reward_model(task, config.reward_model)
             check_teacher(config)
             _check_evaluated(config, task)
+            check_keys_of_task(config, task.environment is not None, bool(task.held_out))
             for name, examples in {"training": task.train, **task.held_out}.items():
                 check_columns(task.rewards, examples, name or "evaluation")
             _check_length(config)
@@ -161,6 +163,7 @@ def _resolve_task(
     if task is not None:
         return task if environment is None else replace(task, environment=environment)
     if train:
+        check_task_is_read(config)
         _check_rewards(config, reward_functions, evaluation, environment)
         return Task(config.task.name or config.name, train, evaluation, tuple(reward_functions), environment)
     named = make_task(config.task)
@@ -253,4 +256,5 @@ def _make_critic(config: RunConfig, policy: Policy) -> Critic:
     if section.kind == "value_head":
         return ValueHead(policy.hidden_size, section.policy_gradient, seed, policy.device)
     folder = resolve_model(section.model or config.model)
-    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device)
+    checkpointing = config.policy.gradient_checkpointing
+    return load_critic(folder, policy.vocab_size, config.engine.dtype, seed, policy.device, checkpointing)

@@ -49,7 +49,8 @@ def _accelerate(policy: TransformersPolicy, config: RunConfig, ranks: Ranks) -> 
     except ImportError as error:
         raise ValueError("distributed.kind='accelerate' needs accelerate: pip install 'rollout-rl[train]'") from error
 
-    policy.wrap(prepare(policy.model, policy.device, ranks), ranks.is_main)
+    entry, at_once = prepare(policy.model, policy.device, ranks)
+    policy.wrap(entry, ranks.is_main, at_once)
     return make_optimizer(policy.model, config.optimizer, ranks)
 
 

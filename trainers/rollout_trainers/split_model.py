@@ -55,13 +55,26 @@ class SplitModel:
             self._given.kind = type(output)
             return type(output)(last_hidden_state=states[:1, :1])
 
-        handle = self._decoder.register_forward_hook(catch)
-        try:
-            self.entry(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        finally:
-            handle.remove()
+        self._pass(catch, input_ids, attention_mask)
         (hidden,) = caught
         return hidden
+
+    def logits_at_once(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`logits` of what `hidden` gives, [R, vocab], all in one pass through `entry`, for what wraps a model and must
+        see all of it."""
+
+        def keep_rows(module: nn.Module, arguments: Any, output: Any) -> Any:
+            return type(output)(last_hidden_state=take_rows(_last_hidden_state(output).flatten(0, 1), rows)[None])
+
+        return self._pass(keep_rows, input_ids, attention_mask).logits[0]
+
+    def _pass(self, hook: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        """A pass through `entry`, whose head gets what `hook` makes of the decoder's output."""
+        handle = self._decoder.register_forward_hook(hook)
+        try:
+            return self.entry(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        finally:
+            handle.remove()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden] -> [R, vocab], in the dtype in which the model makes them, or float32."""

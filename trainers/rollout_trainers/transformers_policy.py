@@ -46,6 +46,7 @@ class TransformersPolicy:
         self._split = SplitModel(model, self.causal_lm, float32_logits=True)
         self._entry = model
         self._writes = True
+        self._at_once = False
         self._recomputes = gradient_checkpointing
         if gradient_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -72,14 +73,19 @@ class TransformersPolicy:
     def device(self) -> torch.device:
         return self.causal_lm.device
 
-    def wrap(self, entry: nn.Module, writes: bool) -> None:
+    def wrap(self, entry: nn.Module, writes: bool, at_once: bool = False) -> None:
         """From now on forward passes call `entry`, which wraps the model or is the model itself, now that its weights
         are spread over ranks: the passes of all ranks then wait for one another, and all call `save`, which `writes`
-        on one of them."""
+        on one of them.
+
+        `at_once`: logits must be made in the pass through `entry` that makes the hidden states, and not apart from it:
+        those of a micro-batch are then all there at a time, and `hidden` is of no use.
+        """
         if entry is not self.model:  # what makes logits shares the hooks that are there now
             self._split = SplitModel(entry, self.causal_lm)
         self._entry = entry
         self._writes = writes
+        self._at_once = at_once
         self.is_collective = True
         if self._reference is not None:
             self._reference = ReferenceWeights(dict(self.named_parameters()), lambda: reshard(self.model))
@@ -92,11 +98,14 @@ class TransformersPolicy:
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Final hidden states [C, hidden], in the model's dtype, of the rows that predict the batch's completion
         tokens."""
+        self._set_mode()
+        padded = pad(batch)
+        return self._split.hidden(padded.input_ids, padded.attention_mask, padded.rows)
+
+    def _set_mode(self) -> None:
         learns = torch.is_grad_enabled()
         if self.model.training != learns:
             self.model.train(learns)
-        padded = pad(batch)
-        return self._split.hidden(padded.input_ids, padded.attention_mask, padded.rows)
 
     def token_logprobs(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from the rows that `hidden` has given. Where there are many, a part of them has logits at a time,
@@ -111,13 +120,20 @@ class TransformersPolicy:
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _part(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._split.logits(hidden).float() / self.temperature
-        logprobs = torch.log_softmax(logits, dim=-1)
+        return self._of_logits(self._split.logits(hidden), targets)
+
+    def _of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
     def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies float32 [C] of the batch's completion tokens at the sampling temperature."""
+        if self._at_once:
+            self._set_mode()
+            padded = pad(batch)
+            logits = self._split.logits_at_once(padded.input_ids, padded.attention_mask, padded.rows)
+            return self._of_logits(logits, batch.targets)
         return self.token_logprobs(self.hidden(batch), batch)
 
     @torch.no_grad()

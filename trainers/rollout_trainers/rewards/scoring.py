@@ -7,15 +7,19 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
 
 from rollout_trainers.data import RESERVED
 from rollout_trainers.event_loop import EventLoopThread
 from rollout_trainers.types import Example, RewardFunction, Sample
 
 ENVIRONMENT = "environment"  # the name of what a sample's environment gave, among its rewards
+_LONGEST_SHOWN = 200  # characters of what a function returned, in an error
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -64,11 +68,18 @@ def names_environments(functions: Sequence[RewardFunction]) -> bool:
 
 def check_columns(functions: Sequence[RewardFunction], examples: Sequence[Example], which: str) -> None:
     """Raises `ValueError` where a function has a parameter without a default that is neither what `score` gives nor a
-    column of the examples, of which it looks at the first. `which` says in the message what they are for."""
+    column of the examples, of which it looks at the first, or does not take all that it is given. `which` says in the
+    message what the examples are for."""
     if not examples:
         return
     columns = examples[0].columns
     for name, function in zip(reward_names(functions), functions, strict=True):
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ValueError(
+                f"reward {name!r} has no **columns: it is called by name with prompts, completions, the examples' "
+                "columns and what else is known, and must take them all"
+            )
         for parameter in inspect.signature(function).parameters.values():
             is_needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
             if is_needed and parameter.name not in columns and parameter.name not in RESERVED:
@@ -95,28 +106,21 @@ def score(
     function's mean. A sample to which none applies has a reward of 0, and a warning says so; another names a function
     that applies to no sample at all.
 
-    Raises `ValueError` naming the function if it returns another number of values than it was given, or one that is
-    neither None nor a finite number; or if it logs a column of another length.
+    Raises `ValueError` naming the function, what it returned and what is valid, if it returns something else than one
+    value for each completion, each None or a finite number; if it raises; and if it logs a column of another length.
     """
     log = _Log()
     arguments = _arguments(samples, state or TrainerState(), log)
     for sample in samples:
         sample.rewards = {} if sample.episode is None else {ENVIRONMENT: sample.episode.reward}
-    for name, values in zip(reward_names(functions), _values(functions, arguments), strict=True):
-        if len(values) != len(samples):
-            raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions")
+    names = reward_names(functions)
+    for name, returned in zip(names, _returned(names, functions, arguments), strict=True):
+        values = _checked(name, returned, samples)
         if samples and all(value is None for value in values):
             warnings.warn(f"reward {name!r} gave None for all {len(samples)} samples: it has no part", stacklevel=2)
-        for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
-            if value is None:
-                continue
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                number = math.nan
-            if not math.isfinite(number):
-                raise ValueError(f"reward {name!r} returned {value!r} for completion {index}: {sample.text!r}")
-            sample.rewards[name] = number
+        for sample, value in zip(samples, values, strict=True):
+            if value is not None:
+                sample.rewards[name] = value
     for sample in samples:
         sample.reward = sum(sample.rewards.values())
     unscored = sum(not sample.rewards for sample in samples)
@@ -126,15 +130,72 @@ def score(
     return log.metrics
 
 
-def _values(functions: Sequence[RewardFunction], arguments: dict[str, Any]) -> list[Sequence[float | None]]:
+def _checked(name: str, returned: Any, samples: Sequence[Sample]) -> list[float | None]:
+    """One value for each sample. Raises `ValueError` for whatever else a function has returned."""
+    valid = f"it must return a list of {len(samples)} values, one for each completion: a finite number, or None"
+    if isinstance(returned, (str, bytes, Mapping, Set)) or not isinstance(returned, Iterable):
+        raise ValueError(f"reward {name!r} returned {_shown(returned)} for {len(samples)} completions: {valid}")
+    if isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim != 1:
+        raise ValueError(f"reward {name!r} returned an array of the shape {tuple(returned.shape)}: {valid}")
+    values = list(returned)
+    if len(values) != len(samples):
+        raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions: {valid}")
+    numbers: list[float | None] = []
+    for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
+        number = None if value is None else _number(value)
+        if number is not None and not math.isfinite(number):
+            which = f"completion {index}: {_shown(sample.text)}"
+            why = "a finite number, or None where the reward does not apply"
+            raise ValueError(f"reward {name!r} returned {_shown(value)} for {which}: it must be {why}")
+        numbers.append(number)
+    return numbers
+
+
+def _number(value: Any) -> float:
+    """Not a number where `value` is none."""
+    if isinstance(value, (str, bytes)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is what a tensor of several raises
+        return math.nan
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def _returned(names: Sequence[str], functions: Sequence[RewardFunction], arguments: dict[str, Any]) -> list[Any]:
     """What each function returned: those that are async are begun first and awaited together."""
-    returned = [function(**arguments) for function in functions]
+    returned = [_called(name, function, arguments) for name, function in zip(names, functions, strict=True)]
     awaited = {index: value for index, value in enumerate(returned) if isinstance(value, Awaitable)}
     if not awaited:
-        return [value for value in returned if not isinstance(value, Awaitable)]
+        return returned
+    named = [_awaited(names[index], value) for index, value in awaited.items()]
     with EventLoopThread() as loop:
-        done = dict(zip(awaited, loop.submit(_all_of([*awaited.values()])).result(), strict=True))
-    return [done[index] if isinstance(value, Awaitable) else value for index, value in enumerate(returned)]
+        done = dict(zip(awaited, loop.submit(_all_of(named)).result(), strict=True))
+    return [done.get(index, value) for index, value in enumerate(returned)]
+
+
+def _called(name: str, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except Exception as error:
+        raise ValueError(_raised(name, error)) from error
+
+
+async def _awaited(name: str, value: Awaitable[Any]) -> Any:
+    try:
+        return await value
+    except Exception as error:
+        raise ValueError(_raised(name, error)) from error
+
+
+def _raised(name: str, error: Exception) -> str:
+    called = "reward functions are called by name: reward(prompts, completions, **columns)"
+    hint = f" ({called})" if isinstance(error, TypeError) and "argument" in str(error) else ""
+    return f"reward {name!r} raised {type(error).__name__}: {error}{hint}"
 
 
 async def _all_of(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
