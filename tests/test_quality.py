@@ -142,3 +142,15 @@ def test_the_picture_is_drawn_from_the_lines(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     script("quality_page.py")["plot"](made_lines(), tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_says_what_its_data_says_and_that_meets_the_bar() -> None:
+    page = script("quality_page.py")
+    lines = page["read"](page["DATA"])
+    text = page["PAGE"].read_text(encoding="utf-8")
+    assert page["filled"](text, lines) == text
+    scores, seconds = page["scores"](lines), page["seconds_a_step"](lines)
+    last = max(scores["trl"].by_step)
+    assert len(scores["trl"].by_step[last]) >= 3
+    assert scores["rollout"].mean(last) >= scores["trl"].mean(last)
+    assert seconds["rollout"] <= seconds["trl"] / 5

@@ -19,7 +19,7 @@ LORA = ("policy.lora.rank=4", "policy.lora.initialization=gaussian", "loss.kl_co
 # Overrides by case, beside the kind; one process runs the same without it.
 TORCH = {"fsdp2": PLAIN, "fsdp2-kl": KL, "fsdp2-lora": LORA, "accelerate": PLAIN}
 ZERO = {"zero1": PLAIN, "zero2": KL, "zero3": PLAIN, "zero3-kl": KL, "zero3-lora": LORA}
-ACCELERATE_FSDP2 = {"accelerate": (*PLAIN, *KL), "accelerate-lora": LORA}
+ACCELERATE_FSDP2 = {"accelerate": (*PLAIN, *KL), "accelerate-lora": (*LORA, "policy.lora.send=adapter")}
 FSDP2_OF_ACCELERATE = {  # what `accelerate config` would write
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",

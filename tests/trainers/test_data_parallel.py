@@ -108,7 +108,7 @@ def test_the_error_of_a_rank_ends_the_run_on_both_with_its_message(folder: Path)
     errors = [json.loads((folder / f"failures.rank{rank}.json").read_text()) for rank in (0, 1)]
     for failing in (0, 1):
         own, other = errors[failing][f"rank {failing}"], errors[1 - failing][f"rank {failing}"]
-        assert own == "RuntimeError: the judge has left"
+        assert own == "ValueError: reward 'share_of_low_ids' raised RuntimeError: the judge has left"
         assert other == f"RankFailedError: rank {failing} failed with {own}"
     assert json.loads((folder / "broken" / "result.rank0.json").read_text())["error"].startswith("RankFailedError")
     assert errors[0]["session"].startswith("ValueError: output_dir=")  # rank 0 alone writes

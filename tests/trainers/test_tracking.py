@@ -153,6 +153,37 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path):
     assert Tracker(TrackingSection(wandb="disabled"), tmp_path / "third", "sums", {}).wandb_id is None
 
 
+def test_all_of_a_step_is_one_row_and_a_repeated_step_is_the_same_step_of_wandb(tmp_path: Path):
+    """A run that was cut off in step 3 goes on from a checkpoint after step 1."""
+    tracker = Tracker(TrackingSection(), tmp_path, "sums", {}, environment={})
+    run_id = tracker.wandb_id
+    tracker.log(0, {"eval/accuracy": 0.5})
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward": step / 4})
+        tracker.log_histograms(step, {"histogram/length": Histogram(2.5, 1.0, (2, 0, step))})
+        tracker.log_samples(step, ROWS)
+        if step < 3:
+            tracker.log(step, {"eval/accuracy": step / 8})
+            tracker.commit()
+    tracker.break_off()
+    resumed = Tracker(TrackingSection(), tmp_path / "resumed", "sums", {}, 2, run_id, environment={})
+    for step in (2, 3, 4):
+        resumed.log(step, {"reward": step / 4})
+        resumed.commit()
+    resumed.commit()  # there is nothing more
+    resumed.finish({})
+
+    def steps(folder: Path) -> list[tuple[int, int, float | None, float | None]]:
+        (record_file,) = folder.glob(f"wandb/offline-run-*-{run_id}/run-*.wandb")
+        rows = read_history(record_file)
+        assert all("completions/path" in row for row in rows if "histogram/length/values" in row)
+        names = ("_step", "train/global_step", "train/reward", "eval/accuracy")
+        return [tuple(row.get(name) for name in names) for row in rows]  # type: ignore[misc]
+
+    assert steps(tmp_path) == [(0, 0, None, 0.5), (1, 1, 0.25, 0.125), (2, 2, 0.5, 0.25), (3, 3, 0.75, None)]
+    assert steps(tmp_path / "resumed") == [(2, 2, 0.5, None), (3, 3, 0.75, None), (4, 4, 1.0, None)]
+
+
 def test_json_lines_hold_everything_and_null_for_what_is_not_finite(tmp_path: Path):
     tracker = Tracker(TrackingSection(wandb="disabled"), tmp_path, "sums", {})
     tracker.log(1, {"reward": 0.25, "loss": float("nan")})

@@ -43,12 +43,14 @@ def _as_json(columns: dict[str, Any]) -> dict[str, Any]:
 
 def check_same_policy(ranks: Ranks, receipt: Receipt) -> None:
     """Raises `FingerprintMismatchError` where the engines of the ranks hold different weights."""
-    fingerprints = ranks.gather(receipt.parameters_fingerprint)
-    differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    held = ranks.gather((receipt.parameters_fingerprint, receipt.adapters))
+    differing = [rank for rank, each in enumerate(held) if each != held[0]]
     if differing:
+        weights, others = held[0][0], held[differing[0]][0]
+        what = f"{others}, rank 0 {weights}" if others != weights else "another adapter than rank 0"
         raise FingerprintMismatchError(
-            f"policy {receipt.policy_version} is not the same on all ranks: rank {differing[0]} holds "
-            f"{fingerprints[differing[0]]}, rank 0 {fingerprints[0]}. Resume from the last checkpoint"
+            f"policy {receipt.policy_version} is not the same on all ranks: rank {differing[0]} holds {what}. Resume "
+            "from the last checkpoint"
         )
 
 

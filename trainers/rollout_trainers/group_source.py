@@ -20,7 +20,7 @@ from rollout_trainers.types import Example, Sample
 class StreamEngine(Engine, Protocol):
     """What a stream asks of an engine; `rollout.LLM` is one."""
 
-    def enqueue(self, prompts: Any, sampling_params: Any = None) -> list[str]: ...
+    def enqueue(self, prompts: Any, sampling_params: Any = None, *, lora_request: Any = None) -> list[str]: ...
 
     def enqueue_resume(self, outputs: Any, sampling_params: Any) -> list[str]: ...
 
@@ -115,6 +115,7 @@ class CompletionGroups:
         self._engine = engine
         self._examples = examples
         self._config = config
+        self._adapter = config.policy.sent_adapter
         self._tokenizer = engine.get_tokenizer()
         self._running: dict[int, str] = {}  # the engine's ids of those that it has, by number
         self._numbers: dict[str, int] = {}  # their numbers, by the ids that their outputs will have
@@ -126,7 +127,8 @@ class CompletionGroups:
         if restored:
             names = [f"group-{number}" for number in restored]
             outputs = [
-                replace(self._restored[number], request_id=name) for number, name in zip(restored, names, strict=True)
+                replace(self._restored[number], request_id=name, lora_request=self._adapter)
+                for number, name in zip(restored, names, strict=True)
             ]
             ids = self._engine.enqueue_resume(outputs, [self._params(number) for number in restored])
             for number in restored:
@@ -135,7 +137,8 @@ class CompletionGroups:
         fresh = [number for number in numbers if number not in restored]
         if fresh:
             prompts = [encode_prompt(self._example(number).prompt, self._tokenizer).token_ids for number in fresh]
-            ids = self._engine.enqueue(prompts, [self._params(number) for number in fresh])
+            params = [self._params(number) for number in fresh]
+            ids = self._engine.enqueue(prompts, params, lora_request=self._adapter)
             self._note_running(fresh, ids, ids)
 
     def _note_running(self, numbers: Iterable[int], ids: Sequence[str], names: Sequence[str]) -> None:

@@ -402,9 +402,10 @@ class GRPOTrainer:
         """Asks the engine why the logprobs differ, while its weights are still those that sampled.
 
         The engine wakes for it, so that in such a step its KV pool and the gradients need memory together. Of several
-        ranks the first asks about its own samples, where the policy can answer without the others.
+        ranks the first asks about its own samples, where the policy can answer without the others. Of samples that an
+        adapter has a part in the engine cannot say why.
         """
-        if not self.ranks.is_main or self.policy.is_collective:
+        if not self.ranks.is_main or self.policy.is_collective or self.config.policy.sent_adapter is not None:
             return
         mismatch = statistics.merged_mismatch()
         if not self.watch.is_due(step, mismatch):

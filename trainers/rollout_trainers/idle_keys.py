@@ -78,11 +78,12 @@ def _check_clips(config: RunConfig) -> None:
 
 
 def _check_diagnosis(config: RunConfig) -> None:
-    if not config.distributed.is_sharded:
-        return
-    kind = config.distributed.kind
     for name, value in given(config.tracking, ("diagnose_above", "diagnose_every")):
-        fail("tracking", name, value, f"left out with distributed.kind {kind!r}: one rank alone cannot diagnose")
+        if config.distributed.is_sharded:
+            kind = config.distributed.kind
+            fail("tracking", name, value, f"left out with distributed.kind {kind!r}: one rank alone cannot diagnose")
+        if config.policy.sent_adapter is not None:
+            fail("tracking", name, value, "left out with policy.lora.send 'adapter', whose samples are not diagnosed")
 
 
 def _check_alerts(config: RunConfig) -> None:

@@ -6,14 +6,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rollout_trainers.policy_config import LoraSection
+from rollout import LLM
+from rollout_trainers.policy_config import SENT_ADAPTER, LoraSection
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -51,6 +54,25 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> Peft
             raise ValueError(f"policy.lora.target_modules={targets!r} is not valid for this model: {error}") from error
     assert not isinstance(adapted, tuple)
     return adapted  # type: ignore[return-value]  # mixed adapters are another class, which was not asked for
+
+
+def hand_over(engine: LLM, model: nn.Module) -> None:
+    """Gives an engine that applies adapters the one that `model` begins with, for requests that name `SENT_ADAPTER`.
+
+    Raises `ValueError` where the engine cannot apply it.
+    """
+    from peft import PeftModel
+
+    assert isinstance(model, PeftModel)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_embedding_layers=False)
+        try:
+            engine.add_lora(replace(SENT_ADAPTER, lora_path=folder))
+        except ValueError as error:
+            raise ValueError(
+                f"policy.lora.send='adapter' is not valid: it must be 'merged', since the engine cannot apply this "
+                f"adapter: {error}"
+            ) from error
 
 
 def _check_names(model: PreTrainedModel, section: LoraSection) -> None:

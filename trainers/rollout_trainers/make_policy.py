@@ -12,7 +12,7 @@ from rollout.models.loader import read_config, resolve_dtype
 from rollout.models.pretrained import resolve_model
 from rollout.platform.platform import platform_for
 from rollout_trainers.config import RunConfig
-from rollout_trainers.lora import add_adapter
+from rollout_trainers.lora import add_adapter, hand_over
 from rollout_trainers.own_model import load_own_model
 from rollout_trainers.policy import Policy, SharedPolicy
 from rollout_trainers.producer import derive_seed
@@ -39,7 +39,10 @@ def make_policy(config: RunConfig, engine: LLM) -> Policy:
     if not section.uses_lora:
         return TransformersPolicy(model, temperature, keeps, section.gradient_checkpointing)
     adapted = add_adapter(model, section.lora, derive_seed(config.seed, "lora"))
-    return TransformersPolicy(adapted, temperature, keeps, section.gradient_checkpointing)
+    sends_adapter = section.sent_adapter is not None
+    if sends_adapter:
+        hand_over(engine, adapted)
+    return TransformersPolicy(adapted, temperature, keeps, section.gradient_checkpointing, sends_adapter)
 
 
 def load_causal_lm(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:

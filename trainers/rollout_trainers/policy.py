@@ -24,6 +24,8 @@ class PolicyUpdate(Protocol):
 
     def load(self, source: Any) -> Any: ...
 
+    def load_adapter(self, name: str, source: Any) -> Any: ...
+
 
 class Policy(Protocol):
     """A causal language model that is trained, and how its weights come to the engine that samples.

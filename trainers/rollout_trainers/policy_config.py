@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from rollout.lora.request import LoRARequest
 from rollout_trainers.checks import check_choice, check_flag, check_integer, check_real, fail
 
 PolicyKind = Literal["shared", "transformers"]
 PolicyDtype = Literal["auto", "bfloat16", "float32"]
 LoraInitialization = Literal["uniform", "gaussian"]
+LoraSend = Literal["merged", "adapter"]
 
+SENT_ADAPTER = LoRARequest("policy", 1)  # what requests name in an engine that applies the adapter itself
 ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer but the head
 
 
@@ -25,6 +28,9 @@ class LoraSection:
     `layers_to_transform` all but some layers. `rank_pattern` and `alpha_pattern` give modules other numbers. An adapter
     begins as no change at all: B is zero, and A is drawn by the run's seed, "uniform" or "gaussian" (`initialization`).
     `dropout` is applied to what the adapters read while the policy learns, and not where logprobs are only compared.
+
+    `send` is what an update brings to the engine: "merged" whole weights, or the "adapter" alone, which the engine then
+    applies beside its weights (`docs/lora.md`): a small part of the model's bytes.
     """
 
     rank: int = 0
@@ -37,6 +43,7 @@ class LoraSection:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
     initialization: LoraInitialization = "uniform"
+    send: LoraSend = "merged"
 
     def __post_init__(self) -> None:
         check_integer("policy.lora", "rank", self.rank, 0)
@@ -58,12 +65,18 @@ class LoraSection:
             check_real("policy.lora", "alpha_pattern", number, 0.0, open_low=True)
         check_flag("policy.lora", "use_rslora", self.use_rslora)
         check_choice("policy.lora", "initialization", self.initialization, get_args(LoraInitialization))
+        check_choice("policy.lora", "send", self.send, get_args(LoraSend))
         plain = LoraSection.__dataclass_fields__
         for chosen in fields(self):
             value = getattr(self, chosen.name)
             default = {} if plain[chosen.name].default_factory is dict else chosen.default
             if self.rank == 0 and value != default:
                 fail("policy.lora", chosen.name, value, "left out where rank is 0, which is no LoRA")
+
+    @property
+    def highest_rank(self) -> int:
+        """Of all modules."""
+        return max((self.rank, *self.rank_pattern.values()))
 
 
 def _check_texts(name: str, value: object) -> None:
@@ -121,3 +134,8 @@ class PolicySection:
     @property
     def uses_lora(self) -> bool:
         return self.lora.rank > 0
+
+    @property
+    def sent_adapter(self) -> LoRARequest | None:
+        """What samples are drawn with, where the engine applies the adapter; None: with the weights alone."""
+        return SENT_ADAPTER if self.uses_lora and self.lora.send == "adapter" else None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollout.lora.request import LoRARequest
 from rollout.outputs import CompletionOutput, RequestOutput
 from rollout.prompts import encode_prompt
 from rollout.sampling_params import SamplingParams
@@ -21,7 +22,9 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> int: ...
 
-    def generate(self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True) -> list[RequestOutput]: ...
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True, lora_request: Any = None
+    ) -> list[RequestOutput]: ...
 
     def get_tokenizer(self) -> Any: ...
 
@@ -100,14 +103,20 @@ _LARGEST_DIFFERENCE = 1e-3  # nats, between logprobs of one token that are the s
 
 
 class RolloutProducer:
-    """Samples groups of completions for training, and one completion per example for evaluation."""
+    """Samples groups of completions for training, and one completion per example for evaluation.
 
-    def __init__(self, engine: Engine, temperature: float, max_tokens: int, seed: int) -> None:
+    With an `adapter`, one that the engine applies, all are sampled with it.
+    """
+
+    def __init__(
+        self, engine: Engine, temperature: float, max_tokens: int, seed: int, adapter: LoRARequest | None = None
+    ) -> None:
         self.engine = engine
         self.tokenizer = engine.get_tokenizer()
         self.temperature = temperature
         self.max_tokens = max_tokens
         self.seed = seed
+        self.adapter = adapter
 
     @property
     def max_completion_tokens(self) -> int:
@@ -153,7 +162,7 @@ class RolloutProducer:
     ) -> list[Sample]:
         prompts = [encode_prompt(example.prompt, self.tokenizer).token_ids for example in examples]
         version = self.engine.policy_version
-        outputs = self.engine.generate(prompts, list(params), use_tqdm=False)
+        outputs = self.engine.generate(prompts, list(params), use_tqdm=False, lora_request=self.adapter)
         if is_trained_on:
             for output in outputs:
                 check_reproducible(output, self.temperature)

@@ -191,9 +191,11 @@ def _check_rewards(
 
 def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
     temperature, max_tokens = config.sampling.temperature, config.sampling.max_tokens
+    adapter = config.policy.sent_adapter
     if task.environment is None:
-        return RolloutProducer(engine, temperature, max_tokens, config.seed)
-    return EpisodeProducer(engine, task.environment, config.environment, temperature, max_tokens, config.seed)
+        return RolloutProducer(engine, temperature, max_tokens, config.seed, adapter)
+    section = config.environment
+    return EpisodeProducer(engine, task.environment, section, temperature, max_tokens, config.seed, adapter)
 
 
 def _make_stream(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GroupStream:
@@ -208,6 +210,9 @@ def _make_engine(config: RunConfig) -> LLM:
     pool = engine.kv_cache_memory
     if engine.memory_budget is not None:  # until the treaty sizes it, before the first sample
         pool = parse_bytes(engine.memory_budget, "engine.memory_budget") // 16
+    adapters = {}
+    if config.policy.sent_adapter is not None:
+        adapters = {"enable_lora": True, "max_lora_rank": config.policy.lora.highest_rank}
     return LLM(
         config.model,
         dtype=engine.dtype,
@@ -220,6 +225,7 @@ def _make_engine(config: RunConfig) -> LLM:
         quantization=engine.quantization,
         enable_prefix_caching=engine.enable_prefix_caching,
         seed=config.seed,
+        **adapters,
     )
 
 

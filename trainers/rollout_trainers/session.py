@@ -113,6 +113,7 @@ class Session:
         """All steps that are left, with the evaluations and checkpoints that the recipe asks for."""
         if self.last_step == 0 and self.config.evaluation.at_start:
             self.early_stop.observe(0, self._evaluate(0))
+            self.tracker.commit()
         while self.last_step < self.config.steps and self.early_stop.stopped is None:
             self._step(self.last_step + 1)
 
@@ -141,6 +142,7 @@ class Session:
         every = config.checkpoint.every
         if is_better or (every and (self._is_last or step % every == 0)):
             self._save(step)
+        self.tracker.commit()
 
     @property
     def _is_last(self) -> bool:

@@ -167,8 +167,14 @@ class Tracker:
 
     def sync(self) -> None:
         """Waits until all files are on the disk: before a checkpoint, from which a resumed run takes them on."""
+        self.commit()
         for file in self._files:
             file.sync()
+
+    def commit(self) -> None:
+        """Says that a step has nothing more to log, so that W&B shows it."""
+        if self._wandb is not None:
+            self._wandb.commit()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Closes the files and the W&B run; `summary` becomes its summary."""

@@ -16,6 +16,7 @@ from rollout_trainers.lora import adapter_disabled, causal_lm_of, save_adapter
 from rollout_trainers.packing import PackedBatch
 from rollout_trainers.padding import pad
 from rollout_trainers.policy import PolicyUpdate
+from rollout_trainers.policy_config import SENT_ADAPTER
 from rollout_trainers.reference_weights import ReferenceWeights
 from rollout_trainers.split_model import SplitModel
 
@@ -30,6 +31,8 @@ class TransformersPolicy:
     trained. What the reference of a KL term is: the model with its adapters switched off, or else a copy of the weights
     as they are now, where `keep_reference` says so. `gradient_checkpointing` is the model's own.
 
+    With `sends_adapter` an update brings the adapter alone to an engine that applies it, in place of merged weights.
+
     Dropout that adapters have is active only where gradients are computed; the model should have none itself.
     """
 
@@ -38,7 +41,12 @@ class TransformersPolicy:
     is_collective = False
 
     def __init__(
-        self, model: nn.Module, temperature: float, keep_reference: bool = False, gradient_checkpointing: bool = False
+        self,
+        model: nn.Module,
+        temperature: float,
+        keep_reference: bool = False,
+        gradient_checkpointing: bool = False,
+        sends_adapter: bool = False,
     ) -> None:
         self.model = model
         self.temperature = temperature
@@ -48,6 +56,7 @@ class TransformersPolicy:
         self._writes = True
         self._at_once = False
         self._recomputes = gradient_checkpointing
+        self._sends_adapter = sends_adapter
         if gradient_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.eval()
@@ -151,8 +160,11 @@ class TransformersPolicy:
             return [self.logprobs(batch)[0] for batch in batches]
 
     def load_into(self, update: PolicyUpdate) -> None:
-        """Sends all weights, with what adapters add to them."""
-        update.load(self._entry)
+        """Sends all weights, with what adapters add to them, or the adapter alone."""
+        if self._sends_adapter:
+            update.load_adapter(SENT_ADAPTER.lora_name, self._entry)
+        else:
+            update.load(self._entry)
 
     def save(self, folder: Path, source: Path) -> None:
         """The weights, with what adapters add to them, and the adapter itself in the folder `adapter` below."""

@@ -31,8 +31,10 @@ def wandb_mode(section: TrackingSection, environment: Mapping[str, str]) -> str:
 
 class WandbSink:
     """One W&B run, or with `run_id` the continuation of one. Metrics are plotted against `train/global_step`, and its
-    summary keeps of each what `metric_catalog.py` says; samples are an incremental table. What an interrupted run
-    logged after its last checkpoint stays in W&B beside the repeat.
+    summary keeps of each what `metric_catalog.py` says; samples are an incremental table.
+
+    All of a step is one row, whose step in W&B is the run's: what a resumed run repeats is not another step. A row is
+    kept until `commit`, or until another step has something to say.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class WandbSink:
         self._run.define_metric(STEP_METRIC)
         self._run.define_metric("*", step_metric=STEP_METRIC)
         self._defined: set[str] = set()
+        self._step = 0  # of the row
+        self._row: dict[str, Any] = {}
         self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
 
     @property
@@ -74,7 +78,19 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name in metrics.keys() - self._defined:
             self._define(name)
-        self._run.log({STEP_METRIC: step, **{wandb_key(name): value for name, value in metrics.items()}})
+        self._add(step, {wandb_key(name): value for name, value in metrics.items()})
+
+    def commit(self) -> None:
+        """Hands over what is known of the step. W&B takes nothing more of it."""
+        if self._row:
+            self._run.log({STEP_METRIC: self._step, **self._row}, step=self._step, commit=True)
+            self._row = {}
+
+    def _add(self, step: int, values: Mapping[str, Any]) -> None:
+        if step != self._step:
+            self.commit()
+            self._step = step
+        self._row.update(values)
 
     def _define(self, name: str) -> None:
         self._defined.add(name)
@@ -87,15 +103,15 @@ class WandbSink:
             name: self._wandb.Histogram(np_histogram=(np.array(each.counts), np.array(each.edges)))
             for name, each in histograms.items()
         }
-        self._run.log({STEP_METRIC: step, **made})
+        self._add(step, made)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         for row in rows:
             self._table.add_data(*(_cell(value) for value in asdict(row).values()))
-        self._run.log({STEP_METRIC: step, "completions": self._table})
+        self._add(step, {"completions": self._table})
 
     def diagnosis(self, step: int, verdict: str, text: str) -> None:
-        self._run.log({STEP_METRIC: step, "diagnosis/verdict": verdict, "diagnosis/text": text})
+        self._add(step, {"diagnosis/verdict": verdict, "diagnosis/text": text})
 
     def alert(self, alert: Alert) -> None:
         """W&B sends it to whoever has asked for alerts. It has a limit of its own for equal titles, which is off: the
@@ -104,11 +120,13 @@ class WandbSink:
         self._run.alert(alert.title, text, level=alert.level, wait_duration=0)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
+        self.commit()
         self._run.summary.update(dict(summary))
         self._run.finish()
 
     def break_off(self) -> None:
         """Ends the run as one that has failed."""
+        self.commit()
         self._run.finish(exit_code=1)
 
 

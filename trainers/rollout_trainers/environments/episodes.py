@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout import LLM
+from rollout.lora.request import LoRARequest
 from rollout.outputs import RequestOutput
 from rollout.prompts import Message
 from rollout.sampling_params import SamplingParams
@@ -66,9 +67,10 @@ def run_episodes(
     params: Sequence[SamplingParams],
     make_environment: EnvironmentFactory,
     section: EnvironmentSection,
+    adapter: LoRARequest | None = None,
 ) -> list[Episode]:
     """One episode of each example, in order. `params` are those of every turn of it: `max_tokens` is a turn's, and the
-    seed stays the same, since the noise is a function of the position too.
+    seed stays the same, since the noise is a function of the position too. Turns are sampled with the `adapter`.
 
     What environments raise, what they return that is no observation or reward, and what takes them too long, ends
     their episodes alone. Where the engine raises, or the run is interrupted, all are given up: their environments are
@@ -78,7 +80,7 @@ def run_episodes(
         if each.n != 1:
             raise ValueError(f"n={each.n} is not valid in an episode: give the example once for each")
     episodes = [Episode(example) for example in examples]
-    with closing(EpisodeRunner(llm, make_environment, section)) as runner:
+    with closing(EpisodeRunner(llm, make_environment, section, adapter)) as runner:
         for episode, each in zip(episodes, params, strict=True):
             runner.add(episode, each)
         while runner.is_busy:
@@ -118,9 +120,11 @@ class EpisodeRunner:
         llm: LLM,
         make_environment: EnvironmentFactory,
         section: EnvironmentSection,
+        adapter: LoRARequest | None = None,
         changed: threading.Condition | None = None,
     ) -> None:
         self._llm = llm
+        self._adapter = adapter
         self._make_environment = make_environment
         self._section = section
         self._changed = changed or threading.Condition()
@@ -287,7 +291,7 @@ class EpisodeRunner:
         if len(session.token_ids) >= limit:
             self._end(running, "length")
             return
-        (running.request_id,) = self._llm.enqueue([session.token_ids], running.params)
+        (running.request_id,) = self._llm.enqueue([session.token_ids], running.params, lora_request=self._adapter)
         self._sampling[running.request_id] = running
 
     def _sample(self) -> None:

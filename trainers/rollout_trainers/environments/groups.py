@@ -38,7 +38,9 @@ class EpisodeGroups:
         self._examples = examples
         self._config = config
         self._keeps_ended = keeps_ended
-        self._runner = EpisodeRunner(engine, make_environment, config.environment, self.changed)
+        self._runner = EpisodeRunner(
+            engine, make_environment, config.environment, config.policy.sent_adapter, self.changed
+        )
         self._running: dict[int, list[Episode]] = {}  # by number
         self._unsampled: set[int] = set()  # numbers of those that have not come to the policy's first turn
         self._numbers: dict[Episode, int] = {}  # of episodes that have not ended

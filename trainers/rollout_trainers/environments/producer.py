@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout import LLM
+from rollout.lora.request import LoRARequest
 from rollout.outputs import PolicyVersionSpan
 from rollout.prompts import encode_prompt
 from rollout.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ from rollout_trainers.types import EpisodeNotes, Example, Sample
 class EpisodeProducer:
     """Stands where `RolloutProducer` does, for a task with an environment.
 
-    `temperature` and `max_tokens` are of each turn.
+    `temperature` and `max_tokens` are of each turn. With an `adapter` that the engine applies all are sampled with it.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class EpisodeProducer:
         temperature: float,
         max_tokens: int,
         seed: int,
+        adapter: LoRARequest | None = None,
     ) -> None:
         self.engine = engine
+        self.adapter = adapter
         self.temperature = temperature
         self.max_tokens = max_tokens
         self.seed = seed
@@ -81,7 +84,7 @@ class EpisodeProducer:
         is_trained_on: bool,
     ) -> list[Sample]:
         version = self.engine.policy_version
-        episodes = run_episodes(self.engine, examples, params, self._make_environment, self._section)
+        episodes = run_episodes(self.engine, examples, params, self._make_environment, self._section, self.adapter)
         for episode in episodes:
             check_episode(episode, self.temperature if is_trained_on else None)
             for output in episode.outputs:
