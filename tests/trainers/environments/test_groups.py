@@ -11,7 +11,6 @@ import asyncio
 import io
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -375,13 +374,6 @@ def thinking(source: EpisodeGroups) -> int:
     )
 
 
-def open_for_the_next(stream: GroupStream, engine: PacedLLM) -> None:
-    """Lets the engine run once somebody waits for its turn, who then has it after one step."""
-    while stream._turn._next_ticket - stream._turn._serving < 2:
-        time.sleep(0.001)
-    engine.open()
-
-
 def test_a_policy_that_comes_in_the_middle_of_a_turn_samples_its_other_half(
     folders: list[Path],
     references: list[PreTrainedModel],
@@ -397,11 +389,9 @@ def test_a_policy_that_comes_in_the_middle_of_a_turn_samples_its_other_half(
     trainer = threading.Thread(target=lambda: taken.extend(stream.take(1, 2)))
     trainer.start()
     engine.allow_and_wait(12)
-    opener = threading.Thread(target=lambda: open_for_the_next(stream, engine))  # the sampler is within a step
-    opener.start()
     stream.update(1, lambda update: update.load(weights[1]))
+    engine.open()
     trainer.join()
-    opener.join()
     broken = 0
     for sample in taken:
         assert_right(sample, references)
