@@ -9,6 +9,7 @@ import functools
 import gc
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from rollout.errors import RolloutError
 from rollout.models.causal_lm import CausalLM
 from rollout_trainers.config import RunConfig
+from rollout_trainers.environments import Action, StepResult
 from rollout_trainers.grpo import GRPOTrainer
 from rollout_trainers.metrics import LearnStatistics, merge_statistics
 from rollout_trainers.packing import PackedBatch
@@ -27,6 +29,7 @@ from rollout_trainers.ranks import Ranks
 from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import RunResult, run
 from rollout_trainers.types import Example, Task
+from tests.support.environments import Echo
 from tests.support.samples import make_sample
 
 TRAIN = [Example(text, {"answer": text}) for text in ("abc", "hello", "what", "two and two", "q", "the end", "far")]
@@ -41,6 +44,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "whitened": ("loss.algorithm=reinforce_pp", "loss.kl_coefficient=0.1", "algorithm.recompute_logprobs=true"),
     "dynamic": ("loss.algorithm=dapo", "loss.max_sampling_rounds=3"),
     "ppo": ("loss.algorithm=ppo", "loss.kl_coefficient=0.1", "critic.kind=value_head", "algorithm.minibatches=2"),
+    "ahead": ("asynchrony.mode=one_step_off", "engine.sleep=false", "steps=3"),
 }
 
 
@@ -86,7 +90,41 @@ def main(folder: Path) -> None:
         result = train_case(case, model, folder / case, "distributed.kind=ddp", "evaluation.every=1")
         write(folder / case, {"trained": result.trained and result.trained.successes, "seconds": result.seconds})
     resumes(model, folder)
+    in_flight(folder / "turns", folder)
     failures(model, folder)
+
+
+def in_flight(model: Path, folder: Path) -> None:
+    """Episodes that each rank samples ahead, with a break; then some that fail on one rank."""
+    options = ("distributed.kind=ddp", "asynchrony.mode=in_flight", "asynchrony.max_staleness=2", "engine.sleep=false")
+    options = (*options, "steps=5", "checkpoint.every=2", "environment.max_turns=2", "algorithm.group_size=2")
+    config = configuration(model, folder / "in_flight", *options)
+    seen: list[tuple[int, int]] = []
+    stops = True
+
+    def reward(prompts: Any, trainer_state: Any, **columns: Any) -> list[float]:
+        seen.append((trainer_state.global_step, len(prompts)))
+        if stops and trainer_state.global_step == 3 and dist.get_rank() == 1:
+            raise RuntimeError("the judge has left")
+        return [0.0] * len(prompts)
+
+    error = outcome(lambda: run(config, reward_functions=[reward], train=TRAIN, environment=Echo))
+    stops = False
+    resumed = configuration(model, folder / "in_flight", *options, "resume=true")
+    run(resumed, reward_functions=[reward], train=TRAIN, environment=Echo)
+    broken = configuration(model, folder / "no_route", *options)
+    no_route = outcome(lambda: run(broken, train=TRAIN, environment=NoRoute))
+    threads = [each.name for each in threading.enumerate() if each.name in ("rollout-sampler", "rollout-event-loop")]
+    write(folder / "in_flight", {"error": error, "seen": seen, "no route": no_route, "threads": threads})
+
+
+class NoRoute(Echo):
+    """Has no route to its world, on rank 1."""
+
+    async def step(self, action: Action) -> StepResult:
+        if dist.get_rank() == 1:
+            raise OSError("no route")
+        return await super().step(action)
 
 
 def write(folder: Path, values: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ _MOMENT = 0.02  # seconds that a step which may not run holds up who asks for it
 
 
 class PacedLLM(LLM):
-    """Steps run freely until `shut`, and stop by themselves whenever some group has ended, where `stops_at_ends`. A step
-    that may not run does nothing."""
+    """Steps run freely until `shut`, and stop by themselves whenever some group has ended, where `stops_at_ends`. A
+    step that may not run does nothing."""
 
     _state = threading.Condition()  # each instance gets its own before the first step
     num_allowed: float = float("inf")

@@ -263,7 +263,7 @@ def test_under_one_policy_samples_are_those_of_synchronous_training_also_after_a
         stream.load_state_dict(torch.load(file, weights_only=True))
         stream.update(step, lambda update: update.load(weights))
         assert stream.book.groups.keys() == before.book.groups.keys()
-        assert stream.book.next_number == before.book.next_number
+        assert stream.book.num_begun == before.book.num_begun
         stream.book.check_integrity()
     ours, plain = tokens_of(seen), tokens_of(plain_samples(folders[2], config, 5))
     assert all(plain[key] == drawn for key, drawn in ours.items())
@@ -308,7 +308,7 @@ def test_further_groups_of_a_step_come_in_the_order_of_the_data(
     weights = load_file(folders[2] / "model.safetensors")
     stream.update(1, lambda update: update.load(weights))
     seen += stream.take(2, 2) + stream.take(2, 1, first_place=2)
-    assert stream.book.next_number == len(seen) // GROUP_SIZE + len(stream.book.groups)
+    assert stream.book.num_begun == len(seen) // GROUP_SIZE + len(stream.book.groups)
     tokens_of(seen)  # none is there twice
     assert all(sample.oldest_version <= 1 for sample in seen)
 

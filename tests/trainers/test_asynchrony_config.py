@@ -70,6 +70,17 @@ def test_what_cannot_hold_is_refused_by_name(overrides: list[str], message: str)
             r"held_cache='keep' .* engine\.sleep",
         ),
         (["asynchrony.step_tokens=9", "distributed.kind=ddp"], r"asynchrony\.step_tokens=9 .* distributed\.kind 'ddp'"),
+        (
+            ["asynchrony.step_seconds=9", "distributed.kind=ddp"],
+            r"asynchrony\.step_seconds=9\.0 .* as many groups in every step",
+        ),
+        (
+            [
+                *("asynchrony.over_sampling=1", "distributed.kind=zero3", "policy.kind=transformers"),
+                "algorithm.recompute_logprobs=true",
+            ],
+            r"asynchrony\.over_sampling=1\.0 .* distributed\.kind 'zero3'.* use 'ddp'",
+        ),
         (["asynchrony.over_sampling=1", "engine.memory_budget=1GiB"], r"engine\.memory_budget='1GiB' .* asynchrony"),
         (
             ["asynchrony.over_sampling=1", "loss.algorithm=reinforce"],

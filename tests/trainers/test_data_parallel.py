@@ -26,13 +26,15 @@ from tests.support.tiny import make_tiny_llama
 pytestmark = pytest.mark.slow
 
 # What is not the same: it depends on the clock, on memory, or on what one engine of two has seen.
-_OF_THE_PROCESS = ("timing_s/", "perf/", "memory/", "engine/")
+_OF_THE_PROCESS = ("timing_s/", "perf/", "memory/", "engine/", "async/idle_seconds/")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data_parallel")
     make_tiny_llama(folder / "model", tokenizer=True)
+    ends: Any = list(range(20, 40))
+    make_tiny_llama(folder / "turns", tokenizer=True, near_uniform=True, eos_token_id=ends)
     run_ranks("tests.support.data_parallel_ranks:main", folder)
     return folder
 
@@ -84,6 +86,22 @@ def test_a_resumed_run_is_that_without_a_break_bit_for_bit(folder: Path):
     broken, unbroken = weights(folder / "broken"), weights(folder / "unbroken")
     assert all(torch.equal(broken[name], unbroken[name]) for name in unbroken)
     assert metrics(folder / "broken") == metrics(folder / "unbroken")
+
+
+def test_ranks_sample_their_shares_of_episodes_ahead_and_stay_in_step(folder: Path):
+    rows = [row for row in read_json_lines(folder / "in_flight" / "metrics.jsonl") if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert 1 <= max(row["staleness/max"] for row in rows) <= 2
+    assert max(row["num_turns/max"] for row in rows) == 2
+    assert 10 <= rows[0]["async/groups_waiting"] + rows[0]["async/groups_in_flight"] <= 15  # of both ranks
+    assert rows[-1]["async/groups_waiting"] == rows[-1]["async/groups_in_flight"] == 0
+    for rank, size in ((0, 4), (1, 6)):  # episodes of two and of three groups in every step
+        found = json.loads((folder / "in_flight" / f"result.rank{rank}.json").read_text())
+        steps = [0, 1, 2, 3, 2, 3, 4]  # the checkpoint is of the second
+        assert found["seen"] == [[step, size] for step in steps]
+        assert found["threads"] == []
+        assert found["error"].endswith("RuntimeError: the judge has left" if rank else "the judge has left")
+        assert found["no route"].endswith("environments have failed; the first with OSError: no route")
 
 
 def test_the_error_of_a_rank_ends_the_run_on_both_with_its_message(folder: Path):

@@ -23,6 +23,50 @@ def test_a_step_ahead_nothing_begins_before_the_batch_before_is_taken():
     assert book.may_begin()
 
 
+def test_books_of_several_processes_divide_the_data_of_every_step():
+    """Five groups a step: the one begins two of them, the other three."""
+    first, second = GroupBook(2, 1, None, 4, 0, 5), GroupBook(3, 1, None, 4, 2, 5)
+    begun = []
+    for book in (first, second):
+        while book.may_begin():
+            begun.append(book.begin())
+    assert begun == [0, 1, 5, 6, 2, 3, 4, 7, 8, 9]  # two steps' groups
+    first.end(5)
+    first.end(1)
+    first.end(0)
+    assert first.choose(1, 2) == [1, 5]
+    other = GroupBook(2, 1, None, 4, 0, 5)
+    other.restore(1, first.num_begun, [group for group in first.groups.values() if group.number not in (1, 5)])
+    assert other.may_begin() is False  # policy 0 still
+    other.version = 1
+    assert other.begin() == 10
+
+
+def test_a_group_is_as_old_as_its_first_token():
+    book = GroupBook(2, 1, None, 9)
+    for _ in range(4):
+        book.begin()
+    for number in (0, 1):
+        book.end(number)
+    book.take(1, [0, 1])
+    book.version = 1
+    book.note_first_token(3)
+    assert [book.deadline(book.groups[number]) for number in (2, 3)] == [2, 3]
+    book.check_integrity()
+    assert book.num_unfinished == 2
+
+
+def test_what_was_restored_comes_before_what_ends_later():
+    book = GroupBook(1, 3, None, 9)
+    for _ in range(3):
+        book.begin()
+    groups = [Group(0, 0, 1), Group(1, 0, 1, place=7), Group(2, 0, 1, place=4)]
+    book.restore(0, 3, groups)
+    book.end(0)
+    assert [book.groups[number].place for number in (2, 1, 0)] == [4, 7, 8]
+    assert book.choose(1, 1) == [2]
+
+
 def test_of_a_bound_of_two_versions_three_batches_may_be_on_their_way_before_the_first_step():
     book = GroupBook(groups_per_step=2, max_staleness=2, num_spare=None, last_step=9)
     while book.may_begin():
@@ -129,7 +173,7 @@ def test_no_group_gets_too_old_and_none_is_lost_or_taken_twice(data: st.DataObje
         book.version = step
         book.check_integrity()
     assert max(trainer.staleness) <= bound
-    assert sorted(trainer.taken) == list(range(book.next_number))
+    assert sorted(trainer.taken) == list(range(book.num_begun))
     assert not book.groups
     assert has_budget or len(trainer.taken) == per_step * last_step
 
@@ -156,4 +200,4 @@ def test_further_rounds_of_a_step_leave_the_bound_as_it_is(data: st.DataObject):
         book.version = step
         book.check_integrity()
     assert max(trainer.staleness) <= bound
-    assert sorted(trainer.taken) == list(range(book.next_number))
+    assert sorted(trainer.taken) == list(range(book.num_begun))

@@ -81,9 +81,41 @@ class RunLengths:
         """What is sampled anew counts anew; `lengths` of what was kept and not yet learned from."""
         self.num_counted = min(self.num_counted, self.num_tokens + sum(lengths))
 
+    def add(self, other: RunLengths) -> None:
+        """Counts those of another rank as well."""
+        self.num_samples += other.num_samples
+        self.num_tokens += other.num_tokens
+
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_samples, self.num_tokens = state["num_samples"], state["num_tokens"]
         self.num_counted = state["num_counted"]
+
+
+@dataclass(slots=True)
+class StreamReport:
+    """What a rank's stream has to say after a step."""
+
+    taken: list[Group]  # by the step
+    num_waiting: int  # groups
+    num_unfinished: int
+    waiting_lengths: list[int]
+    num_sampled: int  # tokens, since the last report
+    lengths: RunLengths
+
+    @classmethod
+    def of_all(cls, reports: Sequence[StreamReport]) -> StreamReport:
+        """Those of all ranks in one."""
+        lengths = RunLengths()
+        for report in reports:
+            lengths.add(report.lengths)
+        return cls(
+            taken=[group for report in reports for group in report.taken],
+            num_waiting=sum(report.num_waiting for report in reports),
+            num_unfinished=sum(report.num_unfinished for report in reports),
+            waiting_lengths=[length for report in reports for length in report.waiting_lengths],
+            num_sampled=sum(report.num_sampled for report in reports),
+            lengths=lengths,
+        )

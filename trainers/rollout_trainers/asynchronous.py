@@ -22,11 +22,12 @@ from dataclasses import asdict
 from typing import Any
 
 from rollout.engine.lock import FairLock
-from rollout_trainers.async_metrics import RunLengths, staleness_metrics
+from rollout_trainers.async_metrics import RunLengths, StreamReport, staleness_metrics
 from rollout_trainers.config import RunConfig
 from rollout_trainers.environments.producer import check_environments, have_failed
 from rollout_trainers.event_loop import seconds_until
 from rollout_trainers.group_source import CompletionGroups, GroupSource, StreamEngine
+from rollout_trainers.ranks import Ranks
 from rollout_trainers.staleness import Group, GroupBook
 from rollout_trainers.types import Example, Sample
 
@@ -36,8 +37,8 @@ _SECONDS_TO_END = 60.0  # for the step that the engine is in; the thread does no
 class GroupStream:
     """Samples groups for the steps of a run, in the way that the section `asynchrony` says. Close it at the end.
 
-    They come from `source`, by default completions of `examples`. An error of the sampler is raised by the trainer's
-    next call.
+    They come from `source`, by default completions of `examples`. With several `ranks` each has a stream with its share
+    of every step's groups. An error of the sampler is raised by the trainer's next call.
     """
 
     def __init__(
@@ -46,16 +47,21 @@ class GroupStream:
         examples: Sequence[Example],
         config: RunConfig,
         source: GroupSource | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         algorithm, section = config.algorithm, config.asynchrony
+        self.ranks = ranks or Ranks()
+        share = self.ranks.part(algorithm.prompts_per_step)
         self.engine = engine
         self.config = config
         self.section = section
         self.book = GroupBook(
-            algorithm.prompts_per_step,
+            len(share),
             section.staleness_bound,
-            section.num_spare(algorithm.prompts_per_step),
+            section.num_spare(len(share)),
             config.steps,
+            share.start,
+            algorithm.prompts_per_step,
         )
         self.lengths = RunLengths()
         self._source = source or CompletionGroups(engine, examples, config)
@@ -121,7 +127,8 @@ class GroupStream:
         a step that takes fewer may meet with one that cannot work."""
         for group in groups:
             self._failed = [*self._failed, *group] if have_failed(group) else []
-        if len(self._failed) >= self.book.groups_per_step * self.config.algorithm.group_size:
+        algorithm = self.config.algorithm
+        if len(self._failed) >= algorithm.prompts_per_step * algorithm.group_size:
             check_environments(self._failed)
 
     def update(self, version: int, load: Callable[[Any], None]) -> Any:
@@ -146,21 +153,26 @@ class GroupStream:
 
     def metrics(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """How stale a step's samples were, who has waited for whom since the last call, and what over-sampling does to
-        the lengths that are learned from."""
+        the lengths that are learned from: over all ranks (`samples` are theirs), but for the times, which are this
+        one's. All ranks call it."""
         with self._turn, self._changed:
             waiting = self._source.lengths()
-            result = staleness_metrics(samples, self._taken, step)
-            result |= {
-                "async/groups_waiting": len(self.book.groups) - self.book.num_unfinished,
-                "async/groups_in_flight": self.book.num_unfinished,
-            }
-            if self.section.keeps_groups:
-                result |= self.lengths.metrics(waiting)
-            if self.section.samples_ahead:
-                result |= self._idle_metrics()
-            num_sampled = self.lengths.count_new(waiting)
-            result["perf/gen_tokens_per_s"] = num_sampled / self._sampling_seconds if num_sampled else 0.0
-            self._sampling_seconds, self._taken = 0.0, []
+            own = StreamReport(
+                taken=self._taken,
+                num_waiting=len(self.book.groups) - self.book.num_unfinished,
+                num_unfinished=self.book.num_unfinished,
+                waiting_lengths=waiting,
+                num_sampled=self.lengths.count_new(waiting),
+                lengths=self.lengths,
+            )
+            idle = self._idle_metrics() if self.section.samples_ahead else {}
+            seconds, self._sampling_seconds, self._taken = self._sampling_seconds, 0.0, []
+        report = StreamReport.of_all(self.ranks.gather(own))
+        result = staleness_metrics(samples, report.taken, step) | idle
+        result |= {"async/groups_waiting": report.num_waiting, "async/groups_in_flight": report.num_unfinished}
+        if self.section.keeps_groups:
+            result |= report.lengths.metrics(report.waiting_lengths)
+        result["perf/gen_tokens_per_s"] = report.num_sampled / seconds if report.num_sampled else 0.0
         return result
 
     def _idle_metrics(self) -> dict[str, float]:
@@ -184,7 +196,7 @@ class GroupStream:
             self._raise_failure()
             return {
                 "step": self.book.step,
-                "next_number": self.book.next_number,
+                "next_number": self.book.num_begun,
                 "groups": [self._state_of(group) for group in self.book.groups.values()],
                 "lengths": self.lengths.state_dict(),
             }

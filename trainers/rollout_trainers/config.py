@@ -439,8 +439,13 @@ class RunConfig:
         asynchrony, engine = self.asynchrony, self.engine
         if not asynchrony.is_active:
             return
-        if self.distributed.kind != "none":
-            asynchrony.refuse(f"left out with distributed.kind {self.distributed.kind!r}, whose ranks sample in turns")
+        kind = self.distributed.kind
+        if self.distributed.is_sharded:
+            asynchrony.refuse(f"left out with distributed.kind {kind!r}, whose ranks sample in turns: use 'ddp'")
+        if kind == "ddp" and asynchrony.has_budget:
+            name = "step_tokens" if asynchrony.step_tokens is not None else "step_seconds"
+            valid = f"left out with distributed.kind {kind!r}, whose ranks take as many groups in every step"
+            fail("asynchrony", name, getattr(asynchrony, name), valid)
         if engine.memory_budget is not None:
             why = "samples stay in the KV pool, which then cannot change"
             fail("engine", "memory_budget", engine.memory_budget, f"left out with asynchrony: {why}")

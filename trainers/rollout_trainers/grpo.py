@@ -248,18 +248,22 @@ class GRPOTrainer:
         """This rank's share of the step's groups, group after group."""
         algorithm = self.config.algorithm
         if self.stream is not None:
-            return self.stream.take(step, algorithm.prompts_per_step)
+            return self._take(self.stream, step, algorithm.prompts_per_step, 0)
         examples = select_examples(self.task.train, step, algorithm.prompts_per_step, self.config.seed)
         return self._produce(step, examples, 0)
 
     def further_rollouts(self, step: int, place: int, count: int) -> list[Sample]:
         """This rank's share of `count` groups of further prompts, where the step has `place` groups already."""
         if self.stream is not None:
-            return self.stream.take(step, count, place)
+            return self._take(self.stream, step, count, place)
         algorithm, train = self.config.algorithm, self.task.train
         per_step, seed = algorithm.prompts_per_step, self.config.seed
         examples = select_further_examples(train, step, per_step, place - per_step, count, seed)
         return self._produce(step, examples, place)
+
+    def _take(self, stream: GroupStream, step: int, count: int, first_place: int) -> list[Sample]:
+        own = self.ranks.part(count)
+        return stream.take(step, len(own), first_place + own.start) if own else []
 
     def _produce(self, step: int, examples: Sequence[Example], first_place: int) -> list[Sample]:
         own = self.ranks.part(len(examples))
@@ -443,7 +447,8 @@ class GRPOTrainer:
     def update_engine(self, version: int) -> None:
         """Makes the weights as they now are the engine's policy `version`, verified; on all ranks the same."""
         if self.stream is not None:
-            receipt = self.stream.update(version, self.policy.load_into)
+            with self.ranks.together():  # where the sampler of one has failed
+                receipt = self.stream.update(version, self.policy.load_into)
         else:
             with self.engine.policy_update(version=version) as update:
                 self.policy.load_into(update)

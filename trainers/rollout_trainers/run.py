@@ -110,7 +110,8 @@ def run(
             engine = _make_engine(config)
         trainer = _make_trainer(config, engine, task, ranks)
         if not ranks.is_main:
-            return ranks.follow(trainer.methods)
+            with closing(trainer):
+                return ranks.follow(trainer.methods)
         return ranks.lead(lambda: _session(config, trainer, progress, checkpoint, started))
 
 
@@ -197,11 +198,11 @@ def _make_producer(config: RunConfig, engine: LLM, task: Task) -> Producer:
     return EpisodeProducer(engine, task.environment, section, temperature, max_tokens, config.seed, adapter)
 
 
-def _make_stream(config: RunConfig, engine: LLM, task: Task) -> GroupStream:
+def _make_stream(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GroupStream:
     source = None
     if task.environment is not None:
         source = EpisodeGroups(engine, task.train, task.environment, config, not names_environments(task.rewards))
-    return GroupStream(engine, task.train, config, source)
+    return GroupStream(engine, task.train, config, source, ranks)
 
 
 def _make_engine(config: RunConfig) -> LLM:
@@ -239,7 +240,7 @@ def _with_reward_model(task: Task, section: RewardModelSection) -> Task:
 def _make_trainer(config: RunConfig, engine: LLM, task: Task, ranks: Ranks) -> GRPOTrainer:
     """PPO's where there is a critic, distillation's where there is a teacher."""
     producer = _make_producer(config, engine, task)
-    stream = _make_stream(config, engine, task) if config.asynchrony.is_active else None
+    stream = _make_stream(config, engine, task, ranks) if config.asynchrony.is_active else None
     policy = make_policy(config, engine)
     critic = _make_critic(config, policy) if config.loss.uses_critic else None
     teacher = load_teacher(config)

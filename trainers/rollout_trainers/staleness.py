@@ -31,16 +31,29 @@ class GroupBook:
 
     `max_staleness` versions is the bound; at most `num_spare` groups are there beyond those that the next step takes
     (None: as many as the bound allows). Groups that no step up to `last_step` would take are not begun.
+
+    Where several processes have a book each, they divide the data: of the `num_everyones` groups that a step's places
+    have in the data, this one begins those from `first_place` on.
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, num_spare: int | None, last_step: int) -> None:
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        num_spare: int | None,
+        last_step: int,
+        first_place: int = 0,
+        num_everyones: int | None = None,
+    ) -> None:
         self.groups_per_step = groups_per_step
+        self.first_place = first_place
+        self.num_everyones = num_everyones or groups_per_step
         self.max_staleness = max_staleness
         self.num_spare = num_spare
         self.last_step = last_step
         self.step = 0  # the one that has taken a batch last
         self.version = 0  # of the engine's policy
-        self.next_number = 0
+        self.num_begun = 0
         self.groups: dict[int, Group] = {}  # by number, those that were begun and not taken
         self._num_ended = 0
 
@@ -61,10 +74,11 @@ class GroupBook:
         return len(self.groups) < room + num_wanted
 
     def begin(self) -> int:
-        """Begins the next group, and returns its number."""
-        group = Group(self.next_number, self.version, self.step + 1)
+        """Begins the next group, and returns its number in the data."""
+        step, place = divmod(self.num_begun, self.groups_per_step)
+        group = Group(step * self.num_everyones + self.first_place + place, self.version, self.step + 1)
         self.groups[group.number] = group
-        self.next_number += 1
+        self.num_begun += 1
         return group.number
 
     def note_first_token(self, number: int) -> None:
@@ -106,9 +120,9 @@ class GroupBook:
         self.step = step
         return [self.groups.pop(number) for number in numbers]
 
-    def restore(self, step: int, next_number: int, groups: Sequence[Group]) -> None:
+    def restore(self, step: int, num_begun: int, groups: Sequence[Group]) -> None:
         """Goes on where another book was, after `step`."""
-        self.step, self.next_number = step, next_number
+        self.step, self.num_begun = step, num_begun
         self.groups = {group.number: group for group in groups}
         self._num_ended = 1 + max((group.place for group in groups if group.place is not None), default=-1)
 

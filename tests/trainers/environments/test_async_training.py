@@ -108,6 +108,7 @@ def test_a_critic_learns_from_episodes_of_older_policies(model: Path, tmp_path: 
     assert all(row["critic/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["one step off", "in flight"])
 def test_a_resumed_run_has_every_group_once_and_a_step_ahead_it_is_the_unbroken_one(
     mode: str, model: Path, tmp_path: Path

@@ -389,11 +389,9 @@ def test_a_policy_that_comes_in_the_middle_of_a_turn_samples_its_other_half(
     trainer = threading.Thread(target=lambda: taken.extend(stream.take(1, 2)))
     trainer.start()
     engine.allow_and_wait(12)
-    updates = threading.Timer(0.0, engine.open)  # the sampler has the turn, and waits within a step
-    updates.start()
     stream.update(1, lambda update: update.load(weights[1]))
+    engine.open()
     trainer.join()
-    updates.join()
     broken = 0
     for sample in taken:
         assert_right(sample, references)
@@ -423,8 +421,9 @@ def test_a_group_is_as_old_as_its_first_token_and_not_as_its_environments(
     assert stream.book.deadline(stream.book.groups[3]) == 2
     stream.update(1, lambda update: update.load(weights[1]))
     gate.set()
-    second, group = stream.take(2, 2), stream.book.groups.get(3)
-    assert group is None or stream.book.deadline(group) == 3  # step 2 may have had others
+    with stream._changed:
+        assert stream._changed.wait_for(lambda: stream.book.deadline(stream.book.groups[3]) == 3, 60)
+    second = stream.take(2, 2)
     stream.update(2, lambda update: update.load(weights[0]))
     samples = first + second + stream.take(3, 2)
     (number,) = {sample.oldest_version for sample in samples if sample.example.columns["number"] == late}
@@ -521,19 +520,28 @@ def test_closing_in_the_midst_of_episodes_closes_their_environments(
 ) -> None:
     """Ctrl-C while the trainer waits: some episodes are asleep in their environment, and would be for ever."""
 
+    asleep = threading.Semaphore(0)
+
     class Forever(Diary):
         async def step(self, action: Action) -> StepResult:
+            asleep.release()
             await asyncio.sleep(1e6)
             return await super().step(action)
 
     made = Made(Forever)
     options: dict[str, Any] = {"step_tokens": 10**6} if mode == "synchronous" else {"mode": mode}
     stream = make_stream(folders[0], configuration(environment={"step_timeout": None}, **options), streams, made)
-    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        for _ in range(4):
+            assert asleep.acquire(timeout=60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         stream.take(1, 2)
-    timer.join()
+    interrupter.join()
     stream.close()
     stream.close()
     made.assert_closed()
