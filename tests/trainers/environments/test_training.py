@@ -15,57 +15,26 @@ from safetensors.torch import load_file
 from rollout_trainers.config import RunConfig
 from rollout_trainers.environments import Action, StepResult, ToolEnvironment
 from rollout_trainers.loss_config import PRESETS
-from rollout_trainers.recipe import config_from_values
 from rollout_trainers.run import run
 from rollout_trainers.tracking import read_json_lines
 from rollout_trainers.types import Example
-from tests.support.environments import Echo
-from tests.support.tiny import make_tiny_llama
+from tests.support.episode_runs import TRAIN, LowIds, episode_run, make_talkative_llama
 
-TRAIN = [Example([{"role": "user", "content": text}], {"answer": text}) for text in ("abc", "what", "two", "q", "the")]
 RECIPE = Path(__file__).parents[3] / "recipes" / "tool_use.py"
-
-
-class LowIds(Echo):
-    """Two turns; each earns the share of its token ids below 60."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    async def step(self, action: Action) -> StepResult:
-        result = await super().step(action)
-        share = sum(token < 60 for token in action.token_ids) / len(action.token_ids)
-        return result._replace(reward=share / 2)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It ends its turns soon: a fifth of the ids does."""
-    return make_tiny_llama(
-        tmp_path_factory.mktemp("model"),
-        tokenizer=True,
-        dtype=torch.bfloat16,
-        near_uniform=True,
-        max_position_embeddings=1024,
-        eos_token_id=[2, *range(40, 60)],
-    )
+    return make_talkative_llama(tmp_path_factory.mktemp("model"))
 
 
 def configuration(model: Path, output: Path, *overrides: str) -> RunConfig:
-    values = {
-        "model": str(model),
-        "name": "tiny",
-        "output_dir": str(output),
-        "steps": 3,
+    sections = {
         "engine": {"max_model_len": 128, "kv_cache_memory": "2 MiB"},
         "sampling": {"max_tokens": 20},
-        "environment": {"max_turns": 3},
         "algorithm": {"group_size": 3, "prompts_per_step": 3, "micro_batch_tokens": 200},
-        "optimizer": {"learning_rate": 3e-3},
-        "evaluation": {"temperature": 1.0, "success_threshold": 0.6},
-        "tracking": {"wandb": "disabled"},
     }
-    return config_from_values(values, overrides)
+    return episode_run(model, output, *overrides, **sections)
 
 
 def train(model: Path, output: Path, *overrides: str, environment: Any = LowIds) -> list[dict[str, Any]]:
