@@ -28,7 +28,7 @@ def _fsdp2(policy: TransformersPolicy, config: RunConfig, ranks: Ranks) -> Optim
     dtype = policy.causal_lm.dtype
     policy.model.float()
     shard(policy.model, policy.causal_lm, dtype)
-    policy.wrap(policy.model, ranks.is_main)
+    policy.wrap(policy.model, ranks.is_main, ranks.most)
     return Fsdp2AdamW(policy.model, config.optimizer, ranks)
 
 
@@ -39,7 +39,7 @@ def _deepspeed(policy: TransformersPolicy, config: RunConfig, ranks: Ranks) -> O
         return policy.logprobs(PackedBatch.filler())[0].sum()
 
     optimizer = ZeroAdamW(policy.model, policy.causal_lm.dtype, config, ranks, pass_over_nothing)
-    policy.wrap(optimizer.engine, ranks.is_main)
+    policy.wrap(optimizer.engine, ranks.is_main, ranks.most)
     return optimizer
 
 
@@ -50,7 +50,7 @@ def _accelerate(policy: TransformersPolicy, config: RunConfig, ranks: Ranks) -> 
         raise ValueError("distributed.kind='accelerate' needs accelerate: pip install 'rollout-rl[train]'") from error
 
     entry, at_once = prepare(policy.model, policy.device, ranks)
-    policy.wrap(entry, ranks.is_main, at_once)
+    policy.wrap(entry, ranks.is_main, ranks.most, at_once)
     return make_optimizer(policy.model, config.optimizer, ranks)
 
 

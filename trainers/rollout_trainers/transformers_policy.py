@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -55,6 +55,7 @@ class TransformersPolicy:
         self._entry = model
         self._writes = True
         self._at_once = False
+        self._most: Callable[[int], int] = int  # of all ranks' numbers
         self._recomputes = gradient_checkpointing
         self._sends_adapter = sends_adapter
         if gradient_checkpointing:
@@ -82,10 +83,10 @@ class TransformersPolicy:
     def device(self) -> torch.device:
         return self.causal_lm.device
 
-    def wrap(self, entry: nn.Module, writes: bool, at_once: bool = False) -> None:
+    def wrap(self, entry: nn.Module, writes: bool, most: Callable[[int], int], at_once: bool = False) -> None:
         """From now on forward passes call `entry`, which wraps the model or is the model itself, now that its weights
         are spread over ranks: the passes of all ranks then wait for one another, and all call `save`, which `writes`
-        on one of them.
+        on one of them. `most`: the largest of the numbers with which all ranks call it.
 
         `at_once`: logits must be made in the pass through `entry` that makes the hidden states, and not apart from it:
         those of a micro-batch are then all there at a time, and `hidden` is of no use.
@@ -95,6 +96,7 @@ class TransformersPolicy:
         self._entry = entry
         self._writes = writes
         self._at_once = at_once
+        self._most = most
         self.is_collective = True
         if self._reference is not None:
             self._reference = ReferenceWeights(dict(self.named_parameters()), lambda: reshard(self.model))
@@ -118,15 +120,21 @@ class TransformersPolicy:
 
     def token_logprobs(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from the rows that `hidden` has given. Where there are many, a part of them has logits at a time,
-        which are computed again for the gradient, as they are with gradient checkpointing."""
-        rows = max(1, _LOGIT_BYTES // (4 * self.vocab_size))
-        parts = list(zip(hidden.split(rows), batch.targets.split(rows), strict=True))
+        which are computed again for the gradient, as they are with gradient checkpointing. Each part is a pass of its
+        own through the head, and all ranks make as many, with the same gradients to compute."""
+        parts = self._parts(hidden, batch.targets)
         if torch.is_grad_enabled() and (len(parts) > 1 or self._recomputes):
             found = [checkpoint(self._part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         else:
             found = [self._part(*part) for part in parts]
         logprobs, entropies = zip(*found, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def _parts(self, hidden: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows and their targets in as many parts as some rank needs; a part may be empty."""
+        most_rows = max(1, _LOGIT_BYTES // (4 * self.vocab_size))
+        num_parts = self._most(max(1, -(-len(hidden) // most_rows)))
+        return list(zip(hidden.tensor_split(num_parts), targets.tensor_split(num_parts), strict=True))
 
     def _part(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._of_logits(self._split.logits(hidden), targets)
