@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Triton looks at this once, when somebody imports it, be it another library: its kernels run on CPU tensors here.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 
 from rollout.models.pretrained import ensure_smollm2
 from tests.support.tiny import make_tiny_llama
+
+# A shell starts what runs in the background deaf to Ctrl-C, which some tests send to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
