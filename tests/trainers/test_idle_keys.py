@@ -57,6 +57,7 @@ def recipe(*overrides: str, **values: Any) -> RunConfig:
         ),
         (["alerts.kl=2"], "alerts.kl=2.0", ["loss.kl_coefficient=0.01"]),
         (["alerts.ppo_kl=2"], "alerts.ppo_kl=2.0", ["algorithm.minibatches=2"]),
+        (["alerts.ppo_kl=2"], "alerts.ppo_kl=2.0", ["asynchrony.over_sampling=0.5"]),
         (["alerts.staleness=2"], "alerts.staleness=2.0", ["asynchrony.over_sampling=0.5"]),
         (["alerts.held_out_drop=0.1", *NEVER], "alerts.held_out_drop=0.1", ["evaluation.every=1"]),
         (
@@ -77,7 +78,13 @@ def test_a_key_that_another_makes_idle_is_refused_and_taken_where_it_acts(
 
 
 def test_what_is_switched_off_as_a_whole_keeps_its_keys():
-    recipe("tracking.wandb=disabled", "tracking.project=other", "alerts.enabled=false", "alerts.window=3")
+    recipe(
+        "tracking.wandb=disabled",
+        "tracking.project=other",
+        "alerts.enabled=false",
+        "alerts.window=3",
+        "alerts.staleness=2",
+    )
     recipe(
         "evaluation.every=100", "checkpoint.every=100", "alerts.kl=null", "critic.value_clip=null", "loss.algorithm=ppo"
     )

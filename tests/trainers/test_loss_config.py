@@ -43,18 +43,18 @@ def test_a_correction_fills_its_choices_and_each_can_be_overridden(correction: A
 
 
 def test_a_recipe_names_an_algorithm_and_overrides_choices():
-    values = VALUES | {"loss": {"algorithm": "dapo", "clip_high": 0.3}}
+    values = VALUES | {"algorithm": {"minibatches": 2}, "loss": {"algorithm": "dapo", "clip_high": 0.3}}
     loss = config_from_values(values, ["loss.overlong_buffer=0.5", "loss.dynamic_sampling=false"]).loss
     assert (loss.algorithm, loss.clip_low, loss.clip_high) == ("dapo", 0.2, 0.3)
     assert (loss.overlong_buffer, loss.dynamic_sampling) == (0.5, False)
-    assert config_from_values(VALUES | {"loss": {"dual_clip": 3}}).loss.dual_clip == 3
+    assert config_from_values(VALUES | {"algorithm": {"epochs": 2}, "loss": {"dual_clip": 3}}).loss.dual_clip == 3
     assert (
         config_from_values(VALUES | {"loss": {"kl_placement": "reward", "kl_coefficient": 1}}).loss.kl_estimator == "k1"
     )
 
 
 def test_choices_that_recipes_name_in_the_section_algorithm_mean_the_same():
-    values = VALUES | {"algorithm": {"group_size": 4, "clip_high": 0.3, "aggregation": "sequence_mean"}}
+    values = VALUES | {"algorithm": {"group_size": 4, "epochs": 2, "clip_high": 0.3, "aggregation": "sequence_mean"}}
     config = config_from_values(values, ["algorithm.kl_coefficient=1e-3", "loss.algorithm=dr_grpo"])
     assert (config.algorithm.group_size, config.loss.clip_high) == (4, 0.3)
     assert (config.loss.aggregation, config.loss.kl_coefficient) == ("sequence_mean", 1e-3)

@@ -67,7 +67,7 @@ def test_the_newest_checkpoint_of_the_same_run_is_continued(old_run: Path):
         "steps=9",
         "name=again",
         "tracking.wandb=offline",
-        "checkpoint.keep=5",
+        "checkpoint={every: 2, keep: 5}",
         "evaluation.every=1",
         "evaluation.at_steps=[2]",
         "early_stop={metric: entropy, patience: 2}",

@@ -301,3 +301,33 @@ def test_what_a_reward_raises_names_it_and_keeps_the_cause():
         score([sample], [selects])
     with pytest.raises(ValueError, match=r"^reward 'selects' has no \*\*columns: it is called by name"):
         check_columns([selects], [sample.example], "training")
+
+
+def test_an_async_reward_that_would_end_the_process_is_named_and_holds_nobody_up():
+    async def leaves(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise SystemExit(3)
+
+    with pytest.raises(ValueError, match="reward 'leaves' raised SystemExit: 3"):
+        score([make_sample([1], [2])], [leaves])
+
+
+def test_a_generator_that_raises_is_named():
+    def broken(prompts: Any, completions: Any, **columns: Any) -> Any:
+        yield 1.0
+        raise RuntimeError("no more")
+
+    with pytest.raises(ValueError, match="reward 'broken' raised RuntimeError: no more"):
+        score([make_sample([1], [2]), make_sample([1], [3])], [broken])
+
+
+def test_what_a_reward_does_to_its_arguments_is_not_trained_on():
+    sample = make_sample([5], [3, 1, 2], prompt=[{"role": "user", "content": "what"}])
+
+    def careless(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        prompts[0].append({"role": "user", "content": "more"})
+        completion_ids[0].sort()
+        return [1.0]
+
+    score([sample], [careless])
+    assert list(sample.completion_token_ids) == [3, 1, 2]
+    assert sample.example.prompt == [{"role": "user", "content": "what"}]

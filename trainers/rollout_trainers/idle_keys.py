@@ -87,6 +87,8 @@ def _check_diagnosis(config: RunConfig) -> None:
 
 
 def _check_alerts(config: RunConfig) -> None:
+    if not config.alerts.enabled:
+        return
     algorithm, evaluation = config.algorithm, config.evaluation
     is_stale = config.asynchrony.is_active
     is_compared = evaluation.is_repeated or (evaluation.at_start and evaluation.at_end)
@@ -94,7 +96,10 @@ def _check_alerts(config: RunConfig) -> None:
         "mismatch": (algorithm.recompute_logprobs or is_stale, "algorithm.recompute_logprobs, or asynchrony"),
         "mismatch_exact": (not algorithm.recompute_logprobs, "the sampler's own logprobs (recompute_logprobs false)"),
         "kl": (config.loss.uses_kl, "a loss.kl_coefficient"),
-        "ppo_kl": (algorithm.minibatches * algorithm.epochs > 1, "several optimiser steps for a step's samples"),
+        "ppo_kl": (
+            algorithm.minibatches * algorithm.epochs > 1 or is_stale or config.policy.lora.dropout > 0,
+            "several optimiser steps for a step's samples, asynchrony, or dropout",
+        ),
         "no_learning_signal": (config.teacher.uses_rewards, "rewards that are learned from"),
         "held_out_drop": (is_compared, "at least two evaluations"),
         "staleness": (is_stale, "asynchrony"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import warnings
@@ -137,7 +138,10 @@ def _checked(name: str, returned: Any, samples: Sequence[Sample]) -> list[float 
         raise ValueError(f"reward {name!r} returned {_shown(returned)} for {len(samples)} completions: {valid}")
     if isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim != 1:
         raise ValueError(f"reward {name!r} returned an array of the shape {tuple(returned.shape)}: {valid}")
-    values = list(returned)
+    try:
+        values = list(returned)
+    except Exception as error:  # a generator runs only here
+        raise ValueError(_raised(name, error)) from error
     if len(values) != len(samples):
         raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions: {valid}")
     numbers: list[float | None] = []
@@ -188,11 +192,11 @@ def _called(name: str, function: RewardFunction, arguments: dict[str, Any]) -> A
 async def _awaited(name: str, value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the latter two would end the loop without a word
         raise ValueError(_raised(name, error)) from error
 
 
-def _raised(name: str, error: Exception) -> str:
+def _raised(name: str, error: BaseException) -> str:
     called = "reward functions are called by name: reward(prompts, completions, **columns)"
     hint = f" ({called})" if isinstance(error, TypeError) and "argument" in str(error) else ""
     return f"reward {name!r} raised {type(error).__name__}: {error}{hint}"
@@ -203,11 +207,12 @@ async def _all_of(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _arguments(samples: Sequence[Sample], state: TrainerState, log: _Log) -> dict[str, Any]:
+    """Tokens and messages are copies: what a function does to them does not become what is trained on."""
     common = set.intersection(*(set(sample.example.columns) for sample in samples)) if samples else set()
     arguments: dict[str, Any] = {name: [sample.example.columns[name] for sample in samples] for name in sorted(common)}
-    arguments["prompts"] = [sample.example.prompt for sample in samples]
-    arguments["completions"] = [_completion(sample) for sample in samples]
-    arguments["completion_ids"] = [sample.completion_token_ids for sample in samples]
+    arguments["prompts"] = copy.deepcopy([sample.example.prompt for sample in samples])
+    arguments["completions"] = copy.deepcopy([_completion(sample) for sample in samples])
+    arguments["completion_ids"] = [list(sample.completion_token_ids) for sample in samples]
     arguments["finish_reasons"] = [sample.finish_reason for sample in samples]
     if samples and all(sample.episode is not None for sample in samples):
         arguments["environments"] = [sample.episode.environment for sample in samples if sample.episode is not None]
