@@ -101,8 +101,8 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
     evaluated = [row for row in rows if HELD_OUT[0] in row]
     if evaluated:
         accuracy, low, high = ([row[name] for row in evaluated] for name in HELD_OUT)
-        below = [value - bound for value, bound in zip(accuracy, low, strict=True)]
-        above = [bound - value for value, bound in zip(accuracy, high, strict=True)]
+        below = [max(0.0, value - bound) for value, bound in zip(accuracy, low, strict=True)]
+        above = [max(0.0, bound - value) for value, bound in zip(accuracy, high, strict=True)]
         steps = [row["step"] for row in evaluated]
         axes.errorbar(steps, accuracy, yerr=[below, above], color=COLORS[1], fmt="o-", capsize=3, label="held out")
     axes.set_ylim(bottom=0.0)

@@ -13,12 +13,13 @@ from torch.func import functional_call
 
 from rollout.errors import AdapterTensorError
 from rollout.models.causal_lm import CausalLM
-from rollout.weights.names import canonical_names
+from rollout.weights.names import canonical_name
 from rollout.weights.trainer_tensors import policy_tensors
 from rollout.worker.batch import ForwardBatch
 from rollout_kernels import linear_token_logprobs
 
 _ROWS = 256  # rows of logits in float32 at a time
+_LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})  # names of PEFT's modules
 
 Sequences = Sequence[Sequence[int]]
 LogprobFunction = Callable[[list[list[int]]], Sequence[Any]]
@@ -78,30 +79,41 @@ class ModuleScorer:
                 "trainer holds shards of its parameters (FSDP, ZeRO-3): give a function that returns logprobs as "
                 "trainer, and the gathered tensors as parameters"
             )
-        return self._weights if self._names() is not None else policy_tensors(self._module)
+        return policy_tensors(self._module) if self._names()[1] else self._weights
 
-    def _names(self) -> dict[str, str] | None:
-        """Hugging Face name -> the module's own; None where there are adapters."""
-        try:
-            return {name: own for own, name in canonical_names(self._weights).items()}
-        except AdapterTensorError:
-            return None
+    def _names(self) -> tuple[dict[str, str], list[str]]:
+        """Hugging Face name -> the module's own, without adapters; and the names of adapters' tensors."""
+        names: dict[str, str] = {}
+        of_adapters = []
+        for own in self._weights:
+            try:
+                name = canonical_name(own)
+            except AdapterTensorError:
+                of_adapters.append(own)
+                continue
+            if name is not None:
+                names[name] = own
+        return names, of_adapters
 
     def with_weights(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
     ) -> ModuleScorer | None:
         """The same module with `tensors` (by Hugging Face name) in place of its own; all in `dtype`, where given.
+        LoRA adapters, which `tensors` are merged with, add nothing then.
 
-        None where the module's parameters cannot be replaced one by one, since it has adapters.
+        None where there are adapters of other kinds, which cannot be made to add nothing.
         """
-        names = self._names()
-        if names is None:
+        names, of_adapters = self._names()
+        if any(_LORA.isdisjoint(own.split(".")) for own in of_adapters):
             return None
+        merged = dict(policy_tensors(self._module)) if of_adapters else {}
         replaced = {}
         for name, own in names.items():
             mine = self._weights[own]
-            tensor = tensors.get(name, mine)
+            tensor = tensors.get(name, merged.get(name, mine))
             replaced[own] = tensor.detach().to(device=mine.device, dtype=dtype or mine.dtype)
+        for own in of_adapters:
+            replaced[own] = torch.zeros_like(self._weights[own], dtype=dtype)
         return ModuleScorer(self._module, replaced)
 
     @torch.no_grad()

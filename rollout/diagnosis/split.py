@@ -338,15 +338,16 @@ class Splitter:
         config = self.llm.config
         if dtype is not torch.float32 or config.quantization is not None or config.kv_cache_dtype != "auto":
             exact_engine = self._rescore(torch.float32)
+        in_float32 = None
         if isinstance(self.scorer, ModuleScorer):
             in_float32 = self.scorer.with_weights(self._engine_weights(), torch.float32)
-            if in_float32 is not None:
-                exact_trainer = self._alone(in_float32)
-            if self._noise(in_float32 or self.scorer, exact_trainer) > 0:
+        if in_float32 is not None:
+            exact_trainer = self._alone(in_float32)
+            if self._noise(in_float32, exact_trainer) > 0:
                 exact_trainer = trainer  # another draw in float32 tells nothing of its rounding
         else:
             self._noise(self.scorer, trainer)
-            # A callable computes as it does: how far it is from exact is its rounding, if that is of bfloat16's size.
+            # It computes as it does: how far it is from exact is its rounding, if that is of bfloat16's size.
             allowed = _GUESS * self._bfloat16_rounding()
             exact_trainer = exact_engine if float(np.abs(trainer - exact_engine).mean()) <= allowed else trainer
         left = exact_trainer - exact_engine

@@ -121,6 +121,7 @@ WRONG: list[tuple[str, Mapping[str, float | None], RunFacts, tuple[str, ...]]] =
     ("clip_ratio", {"clip_ratio/region_mean": 0.95}, replace(FACTS, updates_per_step=8), ("The 8 optimiser steps",)),
     ("kl_runaway", {"kl": 3.0, "reward": 0.9}, FACTS, ("3 nats a token", "+0.4", "loss.kl_target")),
     ("policy_jump", {"ppo_kl": -0.8}, FACTS, ("0.8 nats a token", "1 optimiser steps")),
+    ("policy_jump", {"ppo_kl": -0.8}, replace(FACTS, samples_ahead=True), ("0.8 nats a token", "`staleness/mean`")),
     ("no_learning_signal", {"frac_reward_zero_std": 1.0, "reward": 1.0}, FACTS, ("100% of the groups", "solved")),
     ("no_learning_signal", {"frac_reward_zero_std": 1.0, "reward": 0.0}, FACTS, ("worst reward",)),
     ("no_learning_signal", {"frac_reward_zero_std": 1.0}, FACTS, ("too hard or too easy", "dynamic_sampling")),

@@ -14,6 +14,13 @@ def test_wilson_interval_equals_scipys(successes: int, num: int):
     assert wilson_interval(successes, num) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
+def test_wilson_interval_holds_the_share_itself():
+    for num in range(1, 300):
+        for successes in (0, 1, num - 1, num):
+            low, high = wilson_interval(successes, num)
+            assert 0 <= low <= successes / num <= high <= 1
+
+
 def test_wilson_interval_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one trial"):
         wilson_interval(0, 0)

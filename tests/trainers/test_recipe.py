@@ -71,7 +71,6 @@ def test_overrides_replace_values_of_any_section(tmp_path: Path):
         (["task.parameters=["], "override 'task.parameters=[' is not valid: its value is not valid YAML"),
         (["engine.kv_cache_memory=abc"], "engine.kv_cache_memory='abc' is not valid: it must be bytes"),
         (["engine.kv_cache_memory=0"], "engine.kv_cache_memory=0 is not valid: it must be above 0"),
-        (["optimizer.warmup_steps=13"], "at most steps (12)"),
         (["algorithm.group_size=1"], "algorithm.group_size=1 is not valid: it must be an integer of at least 2"),
         (["algorithm.kl_coefficient=0.1", "algorithm.kl_estimator=k1"], "the expected gradient of 'k1' is zero"),
         (["algorithm.minibatches=65"], "at most group_size * prompts_per_step"),

@@ -257,6 +257,7 @@ FOR_TWO = "it must return a list of 2 values, one for each completion: a finite 
         ([[1.0], 1.0], "reward 'bad' returned [1.0] for completion 0: 'one': it must be a finite number, or None"),
         ([1.0, float("nan")], "reward 'bad' returned nan for completion 1: 'two': it must be a finite number"),
         ([float("-inf"), 1.0], "reward 'bad' returned -inf for completion 0: 'one': it must be a finite number"),
+        (np.array([1j, 1j]), "reward 'bad' returned np.complex128(1j) for completion 0: 'one': it must be a finite"),
         ([torch.ones(2), 1.0], "reward 'bad' returned tensor([1., 1.]) for completion 0: 'one': it must be"),
     ],
 )
@@ -309,6 +310,31 @@ def test_an_async_reward_that_would_end_the_process_is_named_and_holds_nobody_up
 
     with pytest.raises(ValueError, match="reward 'leaves' raised SystemExit: 3"):
         score([make_sample([1], [2])], [leaves])
+
+
+def test_an_async_reward_that_is_cancelled_is_named():
+    async def gives_up(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ValueError, match="reward 'gives_up' raised CancelledError"):
+        score([make_sample([1], [2])], [gives_up])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("judge/agreement", float("nan"), "metric 'judge/agreement' has the value nan: it must be a finite number"),
+        ("loss", 1.0, "metric 'loss' is not valid: the trainer logs a metric of this name, choose another one"),
+        (3, 1.0, "metric 3 is not valid: a metric's name must be text"),
+    ],
+)
+def test_what_a_reward_cannot_log_is_named(name: Any, value: float, message: str):
+    def logs(prompts: Any, completions: Any, log_metric: Any, **columns: Any) -> list[float]:
+        log_metric(name, value)
+        return [1.0]
+
+    with pytest.raises(ValueError, match=f"^reward 'logs' raised ValueError: {re.escape(message)}"):
+        score([make_sample([1], [2])], [logs])
 
 
 def test_a_generator_that_raises_is_named():

@@ -295,9 +295,13 @@ def test_every_choice_of_lora_reaches_peft(tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target_modules": ["not_there"]}, r"policy.lora.target_modules=\['not_there'\] is not valid"),
-        ({"exclude_modules": ["not_there"]}, r"policy.lora.exclude_modules names 'not_there': .*q_proj"),
-        ({"rank_pattern": {"not_there": 2}}, r"policy.lora.rank_pattern names 'not_there'"),
+        ({"target_modules": ["not_there"]}, r"policy.lora.target_modules names 'not_there': the model has .*q_proj"),
+        ({"target_modules": ["q_proj", "not_there"]}, r"policy.lora.target_modules names 'not_there': the model has"),
+        ({"exclude_modules": ["not_there"]}, r"policy.lora.exclude_modules names 'not_there': the targets .*q_proj"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["k_proj"]}, r"names 'k_proj': the targets are q_proj$"),
+        ({"exclude_modules": ["layers.7.self_attn.q_proj"]}, r"exclude_modules names 'layers.7.self_attn.q_proj'"),
+        ({"rank_pattern": {"not_there": 2}}, r"policy.lora.rank_pattern names 'not_there': the targets are .*q_proj"),
+        ({"target_modules": ["q_proj"], "alpha_pattern": {"k_proj": 2}}, r"alpha_pattern names 'k_proj': the targ"),
         ({"layers_to_transform": [1]}, r"layers_to_transform=\[1\] is not valid with target_modules='all-linear'"),
         ({"layers_to_transform": [7], "target_modules": ["q_proj"]}, r"has 7: the model has layers 0 to 1"),
     ],

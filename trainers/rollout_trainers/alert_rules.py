@@ -32,6 +32,7 @@ class RunFacts:
     exact_logprobs: bool
     rounded_engine: bool
     learns_from_rewards: bool = True
+    samples_ahead: bool = False  # of the trainer, so that a step's may be of an older policy
     max_model_len: int | None = None  # where the recipe gives it
 
     @classmethod
@@ -44,6 +45,7 @@ class RunFacts:
             exact_logprobs=not algorithm.recompute_logprobs,
             rounded_engine=engine.quantization is not None or engine.kv_cache_dtype != "auto",
             learns_from_rewards=config.teacher.uses_rewards,
+            samples_ahead=config.asynchrony.samples_ahead,
             max_model_len=engine.max_model_len,
         )
 
@@ -296,6 +298,8 @@ def policy_jump(history: History, section: AlertsSection, facts: RunFacts) -> Re
         return None
     now = f"a step moves the policy by {abs(kl):.3g} nats a token (limit {section.ppo_kl:g})"
     cause = f"It makes {facts.updates_per_step} optimiser steps: a lower learning rate, or fewer of them."
+    if facts.samples_ahead:
+        cause += " What its samples are older than the policy counts as well (`staleness/mean`)."
     return Reading(abs(kl) / section.ppo_kl, "The policy jumps", now, cause, _ALGORITHMS)
 
 

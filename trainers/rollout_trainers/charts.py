@@ -235,8 +235,8 @@ def save_reward_curve(
     axes.plot(steps, running_mean(values, 5), color=COLORS[0], linewidth=2, label="training reward (mean of 5 steps)")
     if evaluations:
         at, accuracy, low, high = zip(*evaluations, strict=True)
-        below = [value - bound for value, bound in zip(accuracy, low, strict=True)]
-        above = [bound - value for value, bound in zip(accuracy, high, strict=True)]
+        below = [max(0.0, value - bound) for value, bound in zip(accuracy, low, strict=True)]
+        above = [max(0.0, bound - value) for value, bound in zip(accuracy, high, strict=True)]
         axes.errorbar(
             at, accuracy, yerr=[below, above], color=COLORS[1], fmt="o-", capsize=4, label="held-out accuracy (95 % CI)"
         )

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import numpy as np
 
 
 def fail(section: str, name: str, value: object, valid: str) -> NoReturn:
     """Raises the `ValueError` of `section.name`."""
     raise ValueError(f"{section}.{name}={value!r} is not valid: it must be {valid}")
+
+
+def as_number(value: Any) -> float:
+    """A real number, a scalar of NumPy's or a tensor with one element; anything else is not a number."""
+    if isinstance(value, (str, bytes, np.complexfloating)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is what a tensor of several raises
+        return math.nan
 
 
 def check_integer(section: str, name: str, value: object, low: int) -> None:

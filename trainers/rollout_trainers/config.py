@@ -373,8 +373,6 @@ class RunConfig:
         self._check_critic()
         self._check_asynchrony()
         self._check_evaluation()
-        if self.optimizer.warmup_steps > self.steps:
-            fail("optimizer", "warmup_steps", self.optimizer.warmup_steps, f"at most steps ({self.steps})")
         if self.optimizer.schedule == "constant" and self.optimizer.final_fraction != 0:
             fail("optimizer", "final_fraction", self.optimizer.final_fraction, "left out with schedule 'constant'")
         check_idle_keys(self)
@@ -469,9 +467,8 @@ class RunConfig:
                 fail(
                     "critic", chosen.name, value, f"left out with loss.baseline {self.loss.baseline!r}, which has none"
                 )
-        for name in ("learning_rate_warmup", "warmup_steps"):
-            if getattr(self.critic, name) > self.steps:
-                fail("critic", name, getattr(self.critic, name), f"at most steps ({self.steps})")
+        if self.critic.warmup_steps > self.steps:
+            fail("critic", "warmup_steps", self.critic.warmup_steps, f"at most steps ({self.steps})")
 
     def _check_loss(self) -> None:
         """What the loss asks of how a step samples and updates."""

@@ -48,14 +48,15 @@ def evaluated_set(metric: str) -> str:
 
 
 def wilson_interval(successes: int, num: int, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Wilson's score interval of a share: within [0, 1] and sensible at 0 and 1, unlike the normal approximation."""
+    """Wilson's score interval of a share: within [0, 1] and sensible at 0 and 1, unlike the normal approximation. It
+    holds the share itself, also where rounding would have it outside."""
     if num < 1 or not 0 <= successes <= num:
         raise ValueError(f"{successes} successes of {num} are not valid: at least one trial, from 0 to all successes")
     share = successes / num
     scale = 1.0 + z * z / num
     centre = (share + z * z / (2 * num)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def evaluate_rewards(rewards: Sequence[float], lengths: Sequence[int], threshold: float) -> Evaluation:

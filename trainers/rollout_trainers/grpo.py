@@ -25,6 +25,7 @@ from rollout.memory_phases import MemoryPhases
 from rollout.memory_treaty import MemoryTreaty, TreatyPlan
 from rollout.models.pretrained import resolve_model
 from rollout.platform.platform import platform_for
+from rollout.weights.receipt import Receipt
 from rollout_trainers.asynchronous import GroupStream
 from rollout_trainers.checkpoint import MODEL_FOLDER, load_trainer_state, save_trainer_state
 from rollout_trainers.config import RunConfig
@@ -88,7 +89,7 @@ class GRPOTrainer:
         self.optimizer = optimizer or make_optimizer(policy.named_parameters(), config.optimizer, self.ranks)
         self.kl_control = KLControl.of(config.loss)
         self.num_tokens = 0  # sampled so far, over all steps
-        self.receipt: object = None  # of the last policy update
+        self.receipt: Receipt | None = None  # of the last policy update
         self.released_bytes = 0  # by the engine, for the last training phase
         self.treaty = treaty
         self.plan: TreatyPlan | None = None  # of the treaty, as it stands
@@ -206,6 +207,8 @@ class GRPOTrainer:
             metrics |= self.finding.metrics
         self.histograms = step_histograms(samples, statistics.ratios)
         metrics |= {"perf/sleep_released_gb": self.released_bytes / 2**30}
+        assert self.receipt is not None
+        metrics |= {"perf/update_copied_gb": self.receipt.bytes_copied / 2**30}
         return samples, self.ranks.from_main(metrics)  # with rank 0's times and memory
 
     def _logged_by_rewards(self) -> dict[str, float]:

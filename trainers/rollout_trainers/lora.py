@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> Peft
     """
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ValueError("policy.lora needs PEFT: pip install 'rollout-rl[train]'") from error
     _check_names(model, section)
@@ -53,6 +55,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> Peft
         except ValueError as error:
             raise ValueError(f"policy.lora.target_modules={targets!r} is not valid for this model: {error}") from error
     assert not isinstance(adapted, tuple)
+    _check_patterns([name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)], section)
     return adapted  # type: ignore[return-value]  # mixed adapters are another class, which was not asked for
 
 
@@ -77,12 +80,12 @@ def hand_over(engine: LLM, model: nn.Module) -> None:
 
 def _check_names(model: PreTrainedModel, section: LoraSection) -> None:
     """Raises `ValueError` for names and layers that the model does not have, of which PEFT says nothing."""
-    endings = {name.rpartition(".")[2] for name, module in model.named_modules() if not list(module.children())}
-    for field in ("exclude_modules", "rank_pattern", "alpha_pattern"):
-        for name in getattr(section, field):
-            if name.isidentifier() and name not in endings:
-                known = ", ".join(sorted(endings))
-                raise ValueError(f"policy.lora.{field} names {name!r}: the model has the modules {known}")
+    leaves = {name: module for name, module in model.named_modules() if not list(module.children())}
+    targets = [name for name, module in leaves.items() if isinstance(module, nn.Linear)]
+    if not isinstance(section.target_modules, str):
+        _check_endings("target_modules", section.target_modules, list(leaves), "the model has the modules")
+        targets = [name for name in leaves if any(_ends(name, ending) for ending in section.target_modules)]
+    _check_endings("exclude_modules", section.exclude_modules, targets, "the targets are")
     if not section.layers_to_transform:
         return
     if isinstance(section.target_modules, str):
@@ -95,6 +98,28 @@ def _check_names(model: PreTrainedModel, section: LoraSection) -> None:
     if missing:
         layers = f"the model has layers 0 to {num_layers - 1}"
         raise ValueError(f"policy.lora.layers_to_transform has {missing[0]}: {layers}")
+
+
+def _check_endings(field: str, endings: Sequence[str], names: Sequence[str], what_is_there: str) -> None:
+    for ending in endings:
+        if not any(_ends(name, ending) for name in names):
+            raise ValueError(f"policy.lora.{field} names {ending!r}: {what_is_there} {_last_parts(names)}")
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")
+
+
+def _last_parts(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def _check_patterns(targets: Sequence[str], section: LoraSection) -> None:
+    """Raises `ValueError` for a pattern that no target is like; PEFT reads them as regular expressions of endings."""
+    for field, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
+                raise ValueError(f"policy.lora.{field} names {pattern!r}: the targets are {_last_parts(targets)}")
 
 
 def causal_lm_of(model: nn.Module) -> PreTrainedModel:

@@ -7,9 +7,13 @@ reward function, a phase, a cause. Where TRL or verl have a name for a thing, it
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
+
+from rollout_trainers.checks import as_number
 
 _PLACE = re.compile(r"<[^>]*>")
 _MISSPELT = 0.85  # similarity of two names, by difflib, from which on one is a slip of the other
@@ -248,6 +252,7 @@ CATALOG: tuple[MetricGroup, ...] = (
         (
             Metric("perf/memory_peak_gb", "GiB", "largest peak so far", "max"),
             Metric("perf/sleep_released_gb", "GiB", "given back by the engine's sleep"),
+            Metric("perf/update_copied_gb", "GiB", "copied by the policy update; 0 where memory is shared"),
             Metric("memory/<phase>_peak_bytes", "bytes", "peak of a phase", "max"),
             Metric("memory/<phase>_bytes", "bytes", "held at a phase's end"),
             Metric("memory/budget_bytes", "bytes", "`engine.memory_budget`"),
@@ -271,6 +276,21 @@ def describe(name: str) -> Metric | None:
     metrics = [metric for group in CATALOG for metric in group.metrics]
     exact = [metric for metric in metrics if metric.name == name]
     return next(iter([*exact, *(metric for metric in metrics if metric.matches(name))]), None)
+
+
+def own_metric(name: object, value: Any) -> float:
+    """The value of a metric that a reward function or an environment logs under a name of its own.
+
+    Raises `ValueError` for a name that is no text or is one of the trainer's, and for what is no finite number.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"metric {name!r} is not valid: a metric's name must be text")
+    if describe(name) is not None:
+        raise ValueError(f"metric {name!r} is not valid: the trainer logs a metric of this name, choose another one")
+    number = as_number(value)
+    if not math.isfinite(number):
+        raise ValueError(f"metric {name!r} has the value {value!r}: it must be a finite number")
+    return number
 
 
 def near_miss(name: str) -> str | None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout import LLM, SamplingParams
@@ -122,13 +123,15 @@ async def hang() -> StepResult:
         (cancel, "error", "it cancelled itself"),
         (hang, "timeout", "a call took more than 0.3 s"),
         (lambda: None, "error", "step of the environment returned None"),
-        (lambda: ("x", float("nan"), False), "error", "a reward of nan: it must be finite"),
+        (lambda: ("x", float("nan"), False), "error", "a reward of nan: it must be a finite number"),
+        (lambda: ("x", True, False), "error", "a reward of True: it must be a finite number"),
+        (lambda: ("x", "1", False), "error", "a reward of '1': it must be a finite number"),
         (lambda: ("x", 1.0, 1), "error", "done=1: it must be True or False"),
         (lambda: (7, 1.0, False), "error", "returned 7: an observation must be text"),
         (lambda: ([{"role": "user"}], 1.0, False), "error", "ValueError"),  # the template takes no such message
         (lambda: ([5000], 1.0, False), "error", "ids must be from 0 to 130"),
     ],
-    ids=["crash", "exit", "cancel", "hang", "nothing", "nan", "done", "observation", "message", "ids"],
+    ids=["crash", "exit", "cancel", "hang", "nothing", "nan", "bool", "text", "done", "observation", "message", "ids"],
 )
 def test_what_fails_ends_its_episode_alone_with_what_it_has(llm: LLM, failure: Any, reason: str, error: str) -> None:
     section = EnvironmentSection(step_timeout=0.3)
@@ -143,6 +146,40 @@ def test_what_fails_ends_its_episode_alone_with_what_it_has(llm: LLM, failure: A
         assert episodes[place].finish_reason == "stop" and tokens_of(episodes[place]) == tokens_of(whole[place])
     assert all(isinstance(each.environment, Echo) and each.environment.is_closed for each in episodes)
     assert llm.num_unfinished == 0
+
+
+class Numbers(Environment):
+    """Calls no `super().__init__()`, and answers with scalars of NumPy's and torch's."""
+
+    def __init__(self, metrics: Any) -> None:
+        self.own = metrics
+
+    async def step(self, action: Action) -> StepResult:
+        self.metrics["seen"] = np.float32(2)  # type: ignore[assignment]
+        if self.own is not None:
+            self.metrics = self.own
+        return StepResult("", reward=np.float32(0.5), done=np.True_)  # type: ignore[arg-type]
+
+
+def test_numbers_may_be_numpys_and_an_environment_need_not_call_the_constructor_of_its_base(llm: LLM) -> None:
+    for episode in play(llm, CHAT, lambda: Numbers(None)):
+        assert (episode.finish_reason, episode.turn_rewards, episode.metrics) == ("stop", [0.5], {"seen": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error"),
+    [
+        (7, "metrics of the environment are 7: they must be numbers by name"),
+        ({"seen": float("nan")}, "metric 'seen' has the value nan: it must be a finite number"),
+        ({"reward": 1.0}, "metric 'reward' is not valid: the trainer logs a metric of this name"),
+    ],
+)
+def test_metrics_of_an_environment_that_are_none_end_its_episode_with_an_error(
+    llm: LLM, metrics: Any, error: str
+) -> None:
+    for episode in play(llm, CHAT, lambda: Numbers(metrics)):
+        assert episode.finish_reason == "error" and episode.error is not None and error in episode.error
+        assert episode.metrics == {} and len(episode.outputs) == 1
 
 
 def test_an_environment_that_cannot_be_made_or_begun_has_an_episode_without_tokens(llm: LLM) -> None:

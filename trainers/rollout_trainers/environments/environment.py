@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from rollout.prompts import Message
 from rollout_trainers.types import Example
@@ -51,8 +51,13 @@ class Environment(ABC):
 
     tools: Sequence[dict[str, Any]] | None = None  # JSON schemas for a chat template that renders tools
 
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}  # by name; their means over the step's episodes are logged
+    metrics: dict[str, float]  # by name; their means over the step's episodes are logged
+
+    def __new__(cls, *arguments: Any, **named_arguments: Any) -> Self:
+        """Makes `metrics` here, so that a class need not call `super().__init__()` for it."""
+        environment = super().__new__(cls)
+        environment.metrics = {}
+        return environment
 
     async def reset(self, example: Example) -> Observation:
         """Begins the episode. Returns what the policy sees first: by default the example's prompt."""

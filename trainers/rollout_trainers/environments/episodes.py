@@ -21,15 +21,19 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rollout import LLM
 from rollout.lora.request import LoRARequest
 from rollout.outputs import RequestOutput
 from rollout.prompts import Message
 from rollout.sampling_params import SamplingParams
 from rollout.session import Session
+from rollout_trainers.checks import as_number
 from rollout_trainers.config import EnvironmentSection
 from rollout_trainers.environments.environment import Action, Environment, Observation, StepResult
 from rollout_trainers.event_loop import EventLoopThread, seconds_until
+from rollout_trainers.metric_catalog import own_metric
 from rollout_trainers.types import Example
 
 EnvironmentFactory = Callable[[], Environment]
@@ -54,6 +58,7 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     finish_reason: str = ""
     error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # the environment's own, once the episode has ended
 
     @property
     def num_tokens(self) -> int:
@@ -225,7 +230,10 @@ class EpisodeRunner:
         self._call(running, self._reset(running.episode), self._start_session)
 
     async def _reset(self, episode: Episode) -> Observation:
-        episode.environment = self._make_environment()
+        environment = self._make_environment()
+        if not isinstance(environment, Environment):
+            raise TypeError(f"the environment is a {type(environment).__name__}: it must be an Environment")
+        episode.environment = environment
         return await episode.environment.reset(episode.example)
 
     def _call(
@@ -375,8 +383,14 @@ class EpisodeRunner:
             self._call(running, episode.environment.close(), _nothing)
 
     def _leave(self, running: _Running) -> None:
+        episode = running.episode
+        if episode.environment is not None:
+            try:
+                episode.metrics = _checked_metrics(episode.environment.metrics)
+            except ValueError as error:
+                episode.finish_reason, episode.error = "error", episode.error or f"ValueError: {error}"
         self._active.remove(running)
-        self._ended.append(running.episode)
+        self._ended.append(episode)
 
 
 async def _close(episode: Episode) -> None:
@@ -412,12 +426,17 @@ def _check_observation(observation: Any, method: str) -> None:
 def _checked_result(result: Any) -> StepResult:
     if not isinstance(result, tuple) or len(result) not in (1, 2, 3):
         raise ValueError(f"step of the environment returned {result!r}: it must be (observation, reward, done)")
-    result = StepResult(*result)
-    _check_observation(result.observation, "step")
-    if isinstance(result.reward, bool) or not isinstance(result.reward, (int, float)):
-        raise ValueError(f"step of the environment returned a reward of {result.reward!r}: it must be a number")
-    if not math.isfinite(result.reward):
-        raise ValueError(f"step of the environment returned a reward of {result.reward!r}: it must be finite")
-    if not isinstance(result.done, bool):
-        raise ValueError(f"step of the environment returned done={result.done!r}: it must be True or False")
-    return result
+    observation, reward, done = StepResult(*result)
+    _check_observation(observation, "step")
+    number = math.nan if isinstance(reward, (bool, np.bool_)) else as_number(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"step of the environment returned a reward of {reward!r}: it must be a finite number")
+    if not isinstance(done, (bool, np.bool_)):
+        raise ValueError(f"step of the environment returned done={done!r}: it must be True or False")
+    return StepResult(observation, number, bool(done))
+
+
+def _checked_metrics(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics of the environment are {metrics!r}: they must be numbers by name")
+    return {name: own_metric(name, value) for name, value in metrics.items()}

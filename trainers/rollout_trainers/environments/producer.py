@@ -170,7 +170,7 @@ def episode_sample(llm: LLM, episode: Episode, seed: int | None, group: int) -> 
             turn_rewards=episode.turn_rewards,
             turn_ends=np.cumsum([len(output.outputs[0].token_ids) for output in episode.outputs], dtype=int).tolist(),
             environment=episode.environment,
-            metrics={} if episode.environment is None else dict(episode.environment.metrics),
+            metrics=dict(episode.metrics),
             error=episode.error,
         ),
     )

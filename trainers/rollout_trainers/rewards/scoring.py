@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_trainers.checks import as_number
 from rollout_trainers.data import RESERVED
 from rollout_trainers.event_loop import EventLoopThread
+from rollout_trainers.metric_catalog import own_metric
 from rollout_trainers.types import Example, RewardFunction, Sample
 
 ENVIRONMENT = "environment"  # the name of what a sample's environment gave, among its rewards
@@ -47,7 +49,7 @@ class _Log:
         self.columns[column] = list(values)
 
     def metric(self, name: str, value: float) -> None:
-        self.metrics.setdefault(name, []).append(float(value))
+        self.metrics.setdefault(name, []).append(own_metric(name, value))
 
 
 def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
@@ -146,23 +148,13 @@ def _checked(name: str, returned: Any, samples: Sequence[Sample]) -> list[float 
         raise ValueError(f"reward {name!r} returned {len(values)} values for {len(samples)} completions: {valid}")
     numbers: list[float | None] = []
     for index, (sample, value) in enumerate(zip(samples, values, strict=True)):
-        number = None if value is None else _number(value)
+        number = None if value is None else as_number(value)
         if number is not None and not math.isfinite(number):
             which = f"completion {index}: {_shown(sample.text)}"
             why = "a finite number, or None where the reward does not apply"
             raise ValueError(f"reward {name!r} returned {_shown(value)} for {which}: it must be {why}")
         numbers.append(number)
     return numbers
-
-
-def _number(value: Any) -> float:
-    """Not a number where `value` is none."""
-    if isinstance(value, (str, bytes)):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is what a tensor of several raises
-        return math.nan
 
 
 def _shown(value: Any) -> str:
@@ -192,7 +184,7 @@ def _called(name: str, function: RewardFunction, arguments: dict[str, Any]) -> A
 async def _awaited(name: str, value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the latter two would end the loop without a word
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # the last three pass by a loop
         raise ValueError(_raised(name, error)) from error
 
 
