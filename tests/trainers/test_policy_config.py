@@ -49,6 +49,7 @@ def test_a_recipe_names_lora_with_all_that_it_needs():
         ({"kind": "transformers", "lora": {"rank": 4, "exclude_modules": "q_proj"}}, "policy.lora.exclude_modules"),
         ({"kind": "transformers", "lora": {"rank": 4, "layers_to_transform": 3}}, "policy.lora.layers_to_transform=3"),
         ({"kind": "transformers", "lora": {"rank": 4, "rank_pattern": {"q_proj": 0}}}, "policy.lora.rank_pattern=0"),
+        ({"kind": "transformers", "lora": {"rank": 4, "rank_pattern": {"(": 2}}}, "policy.lora.rank_pattern has '('"),
         ({"kind": "transformers", "lora": {"rank": 4, "alpha_pattern": {"q": -1}}}, "policy.lora.alpha_pattern=-1"),
         ({"kind": "transformers", "lora": {"rank": 4, "initialization": "pissa"}}, "policy.lora.initialization"),
         ({"gradient_checkpointing": 1}, "policy.gradient_checkpointing=1"),

@@ -196,7 +196,7 @@ def test_every_turn_of_an_episode_is_sampled_with_the_adapter(options: tuple[str
         ("tracking.diagnose_above=0.1", "tracking.diagnose_above=0.1 is not valid: it must be left out with policy.lo"),
         (
             "policy.lora.target_modules=[q_proj, embed_tokens]",
-            "policy.lora.send='adapter' is not valid: it must be 'merged', since the engine cannot apply",
+            "policy.lora.target_modules is not valid for this model: its embeddings and its head share their weight",
         ),
     ],
 )
@@ -206,6 +206,12 @@ def test_what_an_engine_cannot_apply_is_refused_before_the_first_step(
     with pytest.raises(ValueError, match="is not valid") as raised:
         train(model, tmp_path, *ADAPTER, override)
     assert str(raised.value).startswith(message)
+
+
+def test_embeddings_that_the_engine_cannot_adapt_are_refused_before_the_first_step(tmp_path: Path):
+    untied = make_tiny_llama(tmp_path / "untied", tokenizer=True, tie=False)
+    with pytest.raises(ValueError, match="policy.lora.send='adapter' is not valid: it must be 'merged', since the eng"):
+        train(untied, tmp_path, *ADAPTER, "policy.lora.target_modules=[q_proj, embed_tokens]")
 
 
 class TwoRanks(Ranks):

@@ -302,6 +302,8 @@ def test_every_choice_of_lora_reaches_peft(tmp_path: Path):
         ({"exclude_modules": ["layers.7.self_attn.q_proj"]}, r"exclude_modules names 'layers.7.self_attn.q_proj'"),
         ({"rank_pattern": {"not_there": 2}}, r"policy.lora.rank_pattern names 'not_there': the targets are .*q_proj"),
         ({"target_modules": ["q_proj"], "alpha_pattern": {"k_proj": 2}}, r"alpha_pattern names 'k_proj': the targ"),
+        ({"rank_pattern": {".*_proj": 8, "q_proj": 2}}, r"rank_pattern names 'q_proj', which no target goes by"),
+        ({"exclude_modules": ["lm_head"]}, r"exclude_modules names 'lm_head': the targets are [^h]*$"),
         ({"layers_to_transform": [1]}, r"layers_to_transform=\[1\] is not valid with target_modules='all-linear'"),
         ({"layers_to_transform": [7], "target_modules": ["q_proj"]}, r"has 7: the model has layers 0 to 1"),
     ],
@@ -309,6 +311,13 @@ def test_every_choice_of_lora_reaches_peft(tmp_path: Path):
 def test_names_that_the_model_does_not_have_are_refused(tmp_path: Path, fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         add_adapter(tiny_model(tmp_path), LoraSection(rank=4, **fields), seed=1)
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_embeddings_that_are_the_head_is_refused(tmp_path: Path, module: str):
+    model = load_causal_lm(make_tiny_llama(tmp_path, tie=True), "auto", CPU)
+    with pytest.raises(ValueError, match=r"target_modules is not valid for this model: .*\(tie_word_embeddings\)"):
+        add_adapter(model, LoraSection(rank=4, target_modules=["q_proj", module]), seed=1)
 
 
 def test_adapters_are_dropped_out_while_they_learn_and_nowhere_else(tmp_path: Path):

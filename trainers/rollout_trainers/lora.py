@@ -81,11 +81,13 @@ def hand_over(engine: LLM, model: nn.Module) -> None:
 def _check_names(model: PreTrainedModel, section: LoraSection) -> None:
     """Raises `ValueError` for names and layers that the model does not have, of which PEFT says nothing."""
     leaves = {name: module for name, module in model.named_modules() if not list(module.children())}
-    targets = [name for name, module in leaves.items() if isinstance(module, nn.Linear)]
+    head = model.get_output_embeddings()
+    targets = [name for name, module in leaves.items() if isinstance(module, nn.Linear) and module is not head]
     if not isinstance(section.target_modules, str):
         _check_endings("target_modules", section.target_modules, list(leaves), "the model has the modules")
         targets = [name for name in leaves if any(_ends(name, ending) for ending in section.target_modules)]
     _check_endings("exclude_modules", section.exclude_modules, targets, "the targets are")
+    _check_tied(model, [leaves[name] for name in targets if not any(_ends(name, e) for e in section.exclude_modules)])
     if not section.layers_to_transform:
         return
     if isinstance(section.target_modules, str):
@@ -98,6 +100,17 @@ def _check_names(model: PreTrainedModel, section: LoraSection) -> None:
     if missing:
         layers = f"the model has layers 0 to {num_layers - 1}"
         raise ValueError(f"policy.lora.layers_to_transform has {missing[0]}: {layers}")
+
+
+def _check_tied(model: PreTrainedModel, targets: Sequence[nn.Module]) -> None:
+    """Raises `ValueError` where an adapter is to be of one of two modules that share a weight: it cannot be merged, and
+    the engine cannot apply it."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if last is not None and last.weight is first.weight and any(module in (first, last) for module in targets):
+        raise ValueError(
+            "policy.lora.target_modules is not valid for this model: its embeddings and its head share their weight "
+            "(tie_word_embeddings), so that neither can have an adapter"
+        )
 
 
 def _check_endings(field: str, endings: Sequence[str], names: Sequence[str], what_is_there: str) -> None:
@@ -118,8 +131,15 @@ def _check_patterns(targets: Sequence[str], section: LoraSection) -> None:
     """Raises `ValueError` for a pattern that no target is like; PEFT reads them as regular expressions of endings."""
     for field, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
         for pattern in patterns:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
+            if not any(_is_like(name, pattern) for name in targets):
                 raise ValueError(f"policy.lora.{field} names {pattern!r}: the targets are {_last_parts(targets)}")
+            if pattern not in {next((each for each in patterns if _is_like(name, each)), None) for name in targets}:
+                others = "all that are like it are like a pattern before it, and the first one counts"
+                raise ValueError(f"policy.lora.{field} names {pattern!r}, which no target goes by: {others}")
+
+
+def _is_like(name: str, pattern: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def causal_lm_of(model: nn.Module) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
@@ -59,6 +60,9 @@ class LoraSection:
         _check_list("layers_to_transform", self.layers_to_transform, "a list of layers' numbers")
         for layer in self.layers_to_transform:
             check_integer("policy.lora", "layers_to_transform", layer, 0)
+        for name in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, name):
+                _check_pattern(name, pattern)
         for number in self.rank_pattern.values():
             check_integer("policy.lora", "rank_pattern", number, 1)
         for number in self.alpha_pattern.values():
@@ -85,6 +89,18 @@ def _check_texts(name: str, value: object) -> None:
     for text in value:
         if not isinstance(text, str) or not text:
             fail("policy.lora", name, value, "a list of module names")
+
+
+def _check_pattern(name: str, pattern: object) -> None:
+    valid = "numbers by names of modules, or by regular expressions of their ends"
+    if not isinstance(pattern, str):
+        fail("policy.lora", name, pattern, valid)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"policy.lora.{name} has {pattern!r}, which is not valid ({error}): it must be {valid}"
+        ) from None
 
 
 def _check_list(name: str, value: object, valid: str) -> None:

@@ -33,7 +33,7 @@ from rollout_trainers.report import write_report
 from rollout_trainers.resume import CHECKPOINTS, run_settings
 from rollout_trainers.run_record import read_record, write_record
 from rollout_trainers.tracking import METRICS_FILE, ProgressLine, Tracker, read_json_lines
-from rollout_trainers.types import Sample, SampleRow
+from rollout_trainers.types import Sample, SampleRow, messages_text
 from rollout_trainers.workspace import write_workspace
 
 
@@ -292,7 +292,7 @@ def _prompt_text(sample: Sample) -> str:
     if isinstance(prompt, str):
         return prompt
     if prompt and isinstance(prompt[0], dict):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return messages_text(prompt)
     return " ".join(map(str, prompt))
 
 

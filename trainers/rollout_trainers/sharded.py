@@ -1,6 +1,6 @@
 """Which library spreads a policy over the ranks. It averages gradients over them, where the trainer wants their sum: so
 losses are multiplied by the number of ranks. Checkpoints hold whole tensors by name in the file of rank 0, as those of
-one process do, so that a run may go on with another number of ranks, and of another kind.
+one process do, so that a run may go on with another kind.
 """
 
 from __future__ import annotations

@@ -163,6 +163,13 @@ class Sample:
         return self.finish_reason in TRUNCATED
 
 
+def messages_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Who said what, for people to read; of a message without content the tools that it calls."""
+    return "\n".join(
+        f"{message['role']}: {message.get('content') or message.get('tool_calls', '')}" for message in messages
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """A sample as people read it, in the table of samples and in the report."""

@@ -182,6 +182,19 @@ def test_metrics_of_an_environment_that_are_none_end_its_episode_with_an_error(
         assert episode.metrics == {} and len(episode.outputs) == 1
 
 
+class WithoutTools(Echo):
+    @property
+    def tools(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("no tools today")
+
+
+def test_an_environment_whose_tools_cannot_be_told_ends_its_own_episode(llm: LLM) -> None:
+    made = iter(range(3))
+    episodes = play(llm, CHAT, lambda: WithoutTools() if next(made) == 0 else Echo())
+    assert sorted(episode.finish_reason for episode in episodes) == ["error", "stop", "stop"]
+    assert [episode.error for episode in episodes if episode.error] == ["RuntimeError: no tools today"]
+
+
 def test_an_environment_that_cannot_be_made_or_begun_has_an_episode_without_tokens(llm: LLM) -> None:
     made = iter(range(3))
 

@@ -229,12 +229,14 @@ class EpisodeRunner:
             running.deadline = time.monotonic() + self._section.episode_timeout
         self._call(running, self._reset(running.episode), self._start_session)
 
-    async def _reset(self, episode: Episode) -> Observation:
+    async def _reset(self, episode: Episode) -> tuple[Observation, list[dict[str, Any]] | None]:
+        """What the environment shows first, and its tools."""
         environment = self._make_environment()
         if not isinstance(environment, Environment):
             raise TypeError(f"the environment is a {type(environment).__name__}: it must be an Environment")
         episode.environment = environment
-        return await episode.environment.reset(episode.example)
+        observation = await environment.reset(episode.example)
+        return observation, None if environment.tools is None else list(environment.tools)
 
     def _call(
         self, running: _Running, coroutine: Coroutine[Any, Any, Any], then: Callable[[_Running, Any], None]
@@ -274,17 +276,14 @@ class EpisodeRunner:
             assert running.then is not None
             running.then(running, call.result())
 
-    def _start_session(self, running: _Running, observation: Any) -> None:
+    def _start_session(self, running: _Running, shown: Any) -> None:
         episode = running.episode
-        assert episode.environment is not None
-        tools = episode.environment.tools
+        observation, tools = shown
         try:
             _check_observation(observation, "reset")
             if not observation:
                 raise ValueError("reset of the environment returned nothing that the policy could see")
-            session = Session(
-                self._llm, tools=None if tools is None else list(tools), strict=self._section.strict_template
-            )
+            session = Session(self._llm, tools=tools, strict=self._section.strict_template)
             _append(session, observation)
         except ValueError as error:  # what the template or the model does not take
             self._end(running, "error", f"ValueError: {error}")

@@ -14,7 +14,7 @@ from rollout.sampling_params import SamplingParams
 from rollout_trainers.config import EnvironmentSection
 from rollout_trainers.environments.episodes import EnvironmentFactory, Episode, run_episodes
 from rollout_trainers.producer import check_reproducible, check_version, derive_seed
-from rollout_trainers.types import EpisodeNotes, Example, Sample
+from rollout_trainers.types import EpisodeNotes, Example, Sample, messages_text
 
 
 class EpisodeProducer:
@@ -200,7 +200,7 @@ def _receipt_id(episode: Episode, version: int) -> str | None:
 def _text(llm: LLM, episode: Episode, token_ids: list[int]) -> str:
     """For people to read: of a chat who said what; of other episodes all that came after the prompt."""
     if episode.messages:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in episode.messages)
+        return messages_text(episode.messages)
     text = llm.get_tokenizer().decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)  # one list of ids, so not a list of texts
     return text
