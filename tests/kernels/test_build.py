@@ -86,10 +86,11 @@ def test_a_compiler_that_is_not_gnu_is_refused(sources: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of this kind")
-def test_the_kernels_compile_for_a_processor_without_avx512() -> None:
+@pytest.mark.parametrize("processor", ["x86-64-v3", "sapphirerapids"])
+def test_the_kernels_compile_for_processors_without_avx512_and_with_tiles(processor: str) -> None:
     compiler = building.find_compiler().path
     flags = [flag for flag in building.compile_flags() if not flag.startswith("-march")]
     for source in sorted(building.SOURCE_DIR.glob("*.cpp")):
-        command = [compiler, *flags, "-O0", "-march=x86-64-v3", "-fsyntax-only", str(source)]
+        command = [compiler, *flags, "-O0", f"-march={processor}", "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

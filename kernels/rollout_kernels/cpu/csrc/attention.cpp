@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention_on_tiles.h"
 #include "attention_rows.h"
 #include "kernels.h"
 #include "threads.h"
@@ -226,7 +227,7 @@ class Worker {
     const bool adjusted = a_.soft_cap > 0 || a_.key_scales;
     const float scale = (a_.soft_cap > 0 ? 1.0f : a_.scale) * kLog2e;
     rows_.begin_batch(first);
-    multiply_rows<Type, Dim, false>(group_, rows_, first, end, a_.padded_dim, tiles);
+    score<Dim>(first, end, tiles);
     for (int row = first; row < end && (adjusted || !whole); row++) {
       const Span seen = span(row, first_key);
       if (adjusted || seen.first > 0 || seen.end < kGroup)
@@ -234,6 +235,24 @@ class Worker {
     }
     raise_maxima(rows_, first, end, scale);
     weigh_scores(group_, rows_, first, end, scale, a_.value_scales != nullptr);
+    add_values<Dim>(first, end, tiles);
+  }
+
+  template <int Dim>
+  void score(int first, int end, int tiles) {
+#if defined(RK_TILES)
+    if constexpr (kMayUseTiles)
+      if (uses_tiles_) return score_rows_on_tiles(group_, rows_, first, end, a_.padded_dim, tiles);
+#endif
+    multiply_rows<Type, Dim, false>(group_, rows_, first, end, a_.padded_dim, tiles);
+  }
+
+  template <int Dim>
+  void add_values(int first, int end, int tiles) {
+#if defined(RK_TILES)
+    if constexpr (kMayUseTiles)
+      if (uses_tiles_) return add_values_on_tiles(group_, rows_, first, end, a_.padded_dim, tiles, spare_.data());
+#endif
     multiply_rows<Type, Dim, true>(group_, rows_, first, end, a_.padded_dim, tiles);
   }
 
@@ -249,6 +268,12 @@ class Worker {
 
   const Arguments& a_;
   const std::vector<Part>& parts_;
+#if defined(RK_TILES)
+  static constexpr bool kMayUseTiles = std::is_same_v<Type, Bfloat16>;
+  const bool uses_tiles_ = kMayUseTiles && has_tiles() && a_.padded_dim % 32 == 0;
+  Buffer<float> spare_{kTile * a_.padded_dim};
+  TileRegisters registers_{kAttentionTiles};
+#endif
   TileBuffers<Type, Cached> buffers_;
   Group<Type> group_;
   Rows<Type> rows_;

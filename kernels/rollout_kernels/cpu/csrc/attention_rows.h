@@ -6,9 +6,15 @@
 // The order of a row's additions does not depend on the rows beside it, nor on whether the compiler knows `Dim`.
 #pragma once
 #include "attention_tiles.h"
+#include "tiles.h"
 
 constexpr int kRows = 6;        // query rows in registers at once
-constexpr int kBatchRows = 24;  // query rows between whose scores and values the group stays in the first-level cache
+// Query rows between whose scores and values the group stays in the first-level cache.
+#if defined(RK_TILES)
+constexpr int kBatchRows = 48;
+#else
+constexpr int kBatchRows = 24;
+#endif
 constexpr float kMasked = -__builtin_inff();
 constexpr float kNothingSeen = -1e30f;  // finite, so that a difference of two is a number
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
@@ -98,13 +104,13 @@ struct Rows {
   Buffer<float> maximum, total, out;
   Buffer<float> factor;
   Rows(long count, long padded_dim)
-      : q(count * padded_dim),
+      : q((count + kTile) * padded_dim),  // tiles read 16 rows, whatever the last ones are
         maximum(count + kTile),
         total(count * kTile),
         out(count * padded_dim),
         factor(count + kTile),
-        scores_(kBatchRows * kGroup),
-        probabilities_(kBatchRows * kGroup) {}
+        scores_((kBatchRows + kTile) * kGroup),
+        probabilities_((kBatchRows + kTile) * kGroup) {}
 
   // Of up to `kBatchRows` rows, the first of which is named here.
   void begin_batch(int first) { first_ = first; }

@@ -3,9 +3,12 @@
 // The lanes of an accumulator run over K (32 bfloat16 pairs-of-pairs, or 16 floats, a step), one accumulator an
 // output, and end in one fixed tree of additions. Register tiles of several rows and columns share loads only, so an
 // output has the same bits whatever stands beside it. Weights are read where the checkpoint's layout has them.
+// Machines with tile registers (`gemm_tiles.h`) add bfloat16 up in an order of their own, for all rows alike.
+#include <algorithm>
 #include <vector>
 
 #include "activation.h"
+#include "gemm_tiles.h"
 #include "kernels.h"
 #include "rotary.h"
 #include "simd.h"
@@ -202,12 +205,88 @@ void columns_of_tiles(const Problem& p, long row, long rows_end, long column, lo
 }
 
 template <typename Type>
-void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
+void register_block(const Problem& p, long row, long rows_end, long column, long columns_end) {
   if (rows_end - row <= 2)
     columns_of_tiles<Type, true>(p, row, rows_end, column, columns_end);
   else
     columns_of_tiles<Type, false>(p, row, rows_end, column, columns_end);
 }
+
+// What a thread needs for its blocks, beside the problem.
+template <typename Type>
+struct Scratch {
+  void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
+    register_block<Type>(p, row, rows_end, column, columns_end);
+  }
+};
+
+#if defined(RK_TILES)
+// The rows of x that were packed last stay for the next block of columns.
+template <>
+struct Scratch<Bfloat16> {
+  void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
+    if (!has_tiles()) return register_block<Bfloat16>(p, row, rows_end, column, columns_end);
+    static thread_local PackedRows packed;
+    const long steps = (p.K + kTileStep - 1) / kTileStep, stride = p.w_stride * (long)sizeof(bf16);
+    if (row != row_ || rows_end != rows_end_) {
+      packed.pack((const bf16*)p.x + row * p.x_stride, p.x_stride, rows_end - row, p.K);
+      row_ = row;
+      rows_end_ = rows_end;
+    }
+    for (long first = column; first < columns_end; first += 2 * kTileRows) {
+      const long columns = std::min(columns_end - first, 2 * kTileRows);
+      const char* w = p.w + first * stride;
+      long w_stride = stride;
+      if (p.K % kTileStep || columns % kTileRows) {
+        w = copy_weights(p, first, columns, steps);
+        w_stride = steps * kTileStep * (long)sizeof(bf16);
+      }
+      const bool is_next_there = p.w_stride == p.K && first + 4 * kTileRows <= columns_end;
+      Ahead ahead = {p.w + (first + 2 * kTileRows) * stride, is_next_there ? 2 * kTileRows : 0};
+      float bias[2 * kTileRows];
+      for (long c = 0; p.bias && c < 2 * kTileRows; c++)
+        bias[c] = c < columns ? read_scalar(p.bias, p.bias_dtype, first + c) : 0.0f;
+      for (long r = row; r < rows_end; r += 2 * kTileRows) {
+        const long rows = std::min(rows_end - r, 2 * kTileRows);
+        const bf16* x = packed.at((r - row) / kTileRows, 0);
+        const long x_stride = steps * kTileValues;
+        if (columns > kTileRows && rows > kTileRows)
+          add_up_tiles<2, 2>(w, w_stride, x, x_stride, steps, ahead, sums_);
+        else if (columns > kTileRows)
+          add_up_tiles<2, 1>(w, w_stride, x, x_stride, steps, ahead, sums_);
+        else if (rows > kTileRows)
+          add_up_tiles<1, 2>(w, w_stride, x, x_stride, steps, ahead, sums_);
+        else
+          add_up_tiles<1, 1>(w, w_stride, x, x_stride, steps, ahead, sums_);
+        ahead.lines = 0;
+        for (long t = 0; t * kTileRows < rows; t++) {
+          const long count = std::min(rows - t * kTileRows, kTileRows);
+          const long place = (r + t * kTileRows) * p.out_stride + first;
+          if (p.out_dtype == RK_BFLOAT16)
+            write_tile(sums_, t, count, columns, p.bias ? bias : nullptr, (bf16*)p.out + place, p.out_stride);
+          else
+            write_tile(sums_, t, count, columns, p.bias ? bias : nullptr, (float*)p.out + place, p.out_stride);
+        }
+      }
+    }
+  }
+
+ private:
+  // Columns and values along K that do not fill a tile, with zeros after them.
+  const char* copy_weights(const Problem& p, long first, long columns, long steps) {
+    static thread_local std::vector<bf16> copied;
+    copied.assign(2 * kTileRows * steps * kTileStep, 0);
+    for (long c = 0; c < columns; c++)
+      memcpy(copied.data() + c * steps * kTileStep, (const bf16*)p.w + (first + c) * p.w_stride, p.K * sizeof(bf16));
+    asm volatile("" ::: "memory");
+    return (const char*)copied.data();
+  }
+
+  TileRegisters registers_{kProductTiles};
+  TileSums sums_;
+  long row_ = -1, rows_end_ = -1;
+};
+#endif
 
 long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -222,10 +301,15 @@ struct Rotation {
 // the second-level cache while all rows pass), a column block a multiple of `unit`.
 struct Blocking {
   long rows, columns, num_column_blocks, strips, strip;
-  Blocking(long T, long N, long row_bytes, long unit, long threads) {
-    rows = (96 * 1024 / row_bytes) / 4 * 4;
-    rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
-    if (T <= 16) rows = 16;
+  bool tiled;
+  Blocking(long T, long N, long row_bytes, long unit, long threads, bool tiled) : tiled(tiled) {
+    if (tiled) {
+      rows = std::clamp(512 * 1024 / row_bytes / 32 * 32, 32L, 512L);
+    } else {
+      rows = (96 * 1024 / row_bytes) / 4 * 4;
+      rows = rows < 4 ? 4 : rows > 64 ? 64 : rows;
+      if (T <= 16) rows = 16;
+    }
     const long most = (256 * 1024 / row_bytes) / unit > 1 ? (256 * 1024 / row_bytes) / unit : 1;
     columns = most * unit;
     // Smaller blocks where that lets the threads end together.
@@ -233,9 +317,10 @@ struct Blocking {
       if (longest_share(N, units * unit, threads) < longest_share(N, columns, threads)) columns = units * unit;
     num_column_blocks = (N + columns - 1) / columns;
     // Many rows: also split those, in strips of whole row blocks.
-    strips = 1;
-    while (threads > 1 && num_column_blocks * strips < threads * 8 && T / (strips * 2) >= rows) strips *= 2;
-    strip = round_up((T + strips - 1) / strips, rows);
+    strips = tiled && T > rows ? (T + rows - 1) / rows : 1;
+    while (!tiled && threads > 1 && num_column_blocks * strips < threads * 8 && T / (strips * 2) >= rows) strips *= 2;
+    strip = tiled ? round_up((T + strips - 1) / strips, 32) : round_up((T + strips - 1) / strips, rows);
+    if (tiled) rows = strip;
   }
 
   // Columns of the thread that has most of them, when the threads take turns.
@@ -247,31 +332,45 @@ struct Blocking {
   // Calls `body(row, rows_end, column, columns_end)` for the blocks of an item, one block of columns in a strip of rows.
   template <typename Body>
   void visit(long item, long T, long N, Body body) const {
-    const long j = item / strips, s = item % strips;
+    // Rows that are packed for the tiles meet all columns before the next rows are.
+    const long j = tiled ? item % num_column_blocks : item / strips, s = tiled ? item / num_column_blocks : item % strips;
     const long end = (s + 1) * strip < T ? (s + 1) * strip : T;
     const long columns_end = (j + 1) * columns < N ? (j + 1) * columns : N;
     for (long r = s * strip; r < end; r += rows) body(r, r + rows < end ? r + rows : end, j * columns, columns_end);
   }
 };
 
-// `visit` for every item. Which thread takes which changes no output.
-template <typename Body>
+// `visit` for every item, with each thread's scratch. Which thread takes which changes no output.
+template <typename Type, typename Body>
 void for_blocks(const Blocking& blocking, long T, long N, bool worthwhile, Body body) {
   parallel_items(blocking.num_column_blocks * blocking.strips, 1, worthwhile, [&](Items& items) {
+    Scratch<Type> scratch;
     for (long item, end; items.take(&item, &end);)
-      for (; item < end; item++) blocking.visit(item, T, N, body);
+      for (; item < end; item++)
+        blocking.visit(item, T, N, [&](long row, long rows_end, long column, long columns_end) {
+          body(scratch, row, rows_end, column, columns_end);
+        });
   });
+}
+
+template <typename Type>
+bool is_tiled() {
+#if defined(RK_TILES)
+  return std::is_same_v<Type, Bfloat16> && has_tiles();
+#else
+  return false;
+#endif
 }
 
 bool worthwhile(long T, long N, long K) { return (double)T * N * K >= 20000.0; }
 
 template <typename Type>
 void multiply(const Problem& p, long T, long N) {
-  const Blocking blocking(T, N, p.K * (long)sizeof(typename Type::element), 16, num_threads());
-  for_blocks(blocking, T, N, worthwhile(T, N, p.K),
-             [&](long row, long rows_end, long column, long columns_end) {
-               block<Type>(p, row, rows_end, column, columns_end);
-             });
+  const Blocking blocking(T, N, p.K * (long)sizeof(typename Type::element), 16, num_threads(), is_tiled<Type>());
+  for_blocks<Type>(blocking, T, N, worthwhile(T, N, p.K),
+                   [&](Scratch<Type>& scratch, long row, long rows_end, long column, long columns_end) {
+                     scratch.block(p, row, rows_end, column, columns_end);
+                   });
 }
 
 // The heads are rotated as soon as a block of rows has them, rounded as without this.
@@ -280,9 +379,9 @@ void multiply_and_rotate(const Problem& p, long T, long N, const Rotation& rotat
   typedef typename Type::element element;
   long unit = rotation.head_dim;
   while (unit % 16) unit += rotation.head_dim;
-  const Blocking blocking(T, N, p.K * (long)sizeof(element), unit, num_threads());
-  for_blocks(blocking, T, N, worthwhile(T, N, p.K), [&](long row, long rows_end, long column, long columns_end) {
-    block<Type>(p, row, rows_end, column, columns_end);
+  const Blocking blocking(T, N, p.K * (long)sizeof(element), unit, num_threads(), is_tiled<Type>());
+  const auto compute = [&](Scratch<Type>& scratch, long row, long rows_end, long column, long columns_end) {
+    scratch.block(p, row, rows_end, column, columns_end);
     const long rotated_end = columns_end < rotation.num_columns ? columns_end : rotation.num_columns;
     if (column >= rotated_end) return;
     for (long t = row; t < rows_end; t++) {
@@ -290,7 +389,8 @@ void multiply_and_rotate(const Problem& p, long T, long N, const Rotation& rotat
       rotate_heads((element*)p.out + t * p.out_stride + column, (rotated_end - column) / rotation.head_dim,
                    rotation.head_dim, cosine, cosine + rotation.head_dim / 2, 1.0f);
     }
-  });
+  };
+  for_blocks<Type>(blocking, T, N, worthwhile(T, N, p.K), compute);
 }
 
 // out = silu(x @ gate^T) * (x @ up^T): the weight has I rows of gate, then I rows of up. A thread computes the same columns
@@ -299,10 +399,11 @@ template <typename Type>
 void multiply_and_gate(const Problem& p, long T, long I) {
   typedef typename Type::element element;
   const long row_bytes = p.K * (long)sizeof(element);
-  const Blocking blocking(T, I, 2 * row_bytes, 16, num_threads());
+  const Blocking blocking(T, I, 2 * row_bytes, 16, num_threads(), is_tiled<Type>());
   const long most = blocking.rows < T ? blocking.rows : T, width = blocking.columns;
   parallel_items(blocking.num_column_blocks * blocking.strips, 1, worthwhile(T, 2 * I, p.K), [&](Items& items) {
     std::vector<element> buffer(2 * most * width);
+    Scratch<Type> scratch;
     Problem part = p;
     part.out_stride = width;
     for (long item, end; items.take(&item, &end);)
@@ -312,9 +413,9 @@ void multiply_and_gate(const Problem& p, long T, long I) {
           element* up = gate + most * width;
           // `block` writes to out + row * stride + column, counted from the whole problem's origin.
           part.out = (char*)(gate - row * width - column);
-          block<Type>(part, row, rows_end, column, columns_end);
+          scratch.block(part, row, rows_end, column, columns_end);
           part.out = (char*)(up - row * width - column - I);
-          block<Type>(part, row, rows_end, column + I, columns_end + I);
+          scratch.block(part, row, rows_end, column + I, columns_end + I);
           for (long t = row; t < rows_end; t++)
             silu_and_mul_row(gate + (t - row) * width, up + (t - row) * width,
                              (element*)p.out + t * p.out_stride + column, columns_end - column);
