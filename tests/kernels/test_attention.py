@@ -214,6 +214,7 @@ TREES = {
     ],
     "nothing in common": [(None, n) for n in (7, 64, 65, 128, 200)],
     "one is the beginning of another": [(None, 64), (0, 64), (1, 64), (2, 1), (0, 1), (1, 30)],
+    "many prompts of two samples": [*[(None, 60 + n) for n in range(13)], *[(n // 2, 3 + 2 * n) for n in range(26)]],
 }
 
 
@@ -260,7 +261,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 24)])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 24), (10, 5, 24)])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
     tree: str, heads: tuple[int, int, int], kv_dtype: torch.dtype | None

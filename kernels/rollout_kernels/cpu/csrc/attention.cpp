@@ -17,6 +17,7 @@ namespace {
 constexpr int kItemRows = 48;      // query rows that pass over a group of keys while it is in the processor's cache
 constexpr int kLeastRows = 12;     // items with fewer rows than this are not split to occupy the threads
 constexpr int kItemsAThread = 6;
+constexpr int kItemHeads = 4;      // heads of the keys, at most, that an item of few rows processes side by side
 
 // Consecutive queries of a sequence. `shared`: how many groups of keys, from the first on, are those of the part before.
 struct Part {
@@ -24,9 +25,9 @@ struct Part {
   long shared;
 };
 
-// Neighbouring parts that are processed together, for one head of the keys.
+// Neighbouring parts that are processed together, for some heads of the keys.
 struct Item {
-  int kv_head, first_part, num_parts;
+  int first_head, num_heads, first_part, num_parts;
   long work;
 };
 
@@ -97,6 +98,24 @@ std::vector<Part> make_parts(const Arguments& a) {
   return parts;
 }
 
+// The items, made for one head, for all of them. Sequences with few rows have several heads side by side where that leaves
+// enough items for the threads: a row alone waits for its own maximum, and heads of a block lie one after another.
+std::vector<Item> over_heads(const Arguments& a, const std::vector<Part>& parts, const std::vector<Item>& items) {
+  const bool enough = (long)items.size() >= kItemsAThread * num_threads();
+  std::vector<Item> all;
+  // Heads outermost: neighbouring items find the keys that they share in the processor's cache.
+  for (int h = 0; h < a.num_kv_heads; h++)
+    for (Item item : items) {
+      const bool few_rows = 2 * parts[item.first_part].num_queries * group_size(a) <= kItemRows;
+      const int width = enough && few_rows ? kItemHeads : 1;
+      if (h % width) continue;
+      item.first_head = h;
+      item.num_heads = (int)std::min((long)width, a.num_kv_heads - h);
+      all.push_back(item);
+    }
+  return all;
+}
+
 // Parts that share groups together, up to `kItemRows` rows, but not so many that threads would have nothing to do.
 std::vector<Item> make_items(const Arguments& a, const std::vector<Part>& parts) {
   auto rows_of = [&](const Part& part) { return part.num_queries * group_size(a); };
@@ -111,7 +130,7 @@ std::vector<Item> make_items(const Arguments& a, const std::vector<Part>& parts)
     const Part& part = parts[i];
     const bool full = rows + rows_of(part) > kItemRows;
     if (i == 0 || part.shared == 0 || full || (rows >= kLeastRows && items.back().work + work_of(part) > limit)) {
-      items.push_back({0, (int)i, 0, 0});
+      items.push_back({0, 1, (int)i, 0, 0});
       rows = 0;
     }
     rows += rows_of(part);
@@ -120,55 +139,68 @@ std::vector<Item> make_items(const Arguments& a, const std::vector<Part>& parts)
   }
   // The longest first, so that the threads end at the same time.
   std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.work > y.work; });
-  // Heads outermost: neighbouring items find the keys that they share in the processor's cache.
-  const size_t count = items.size();
-  for (int h = 1; h < a.num_kv_heads; h++)
-    for (size_t i = 0; i < count; i++) items.push_back({h, items[i].first_part, items[i].num_parts, items[i].work});
-  return items;
+  return over_heads(a, parts, items);
 }
 
 template <typename Type, typename Cached>
 class Worker {
  public:
-  Worker(const Arguments& a, const std::vector<Part>& parts, long max_rows)
-      : a_(a),
-        parts_(parts),
-        buffers_(a.padded_dim),
-        rows_(max_rows, a.padded_dim),
-        positions_(max_rows),
-        places_(max_rows) {}
+  Worker(const Arguments& a, const std::vector<Part>& parts, long max_rows, int max_heads)
+      : a_(a), parts_(parts), positions_(max_rows), places_(max_rows) {
+    heads_.reserve(max_heads);
+    for (int h = 0; h < max_heads; h++) heads_.emplace_back(max_rows, a.padded_dim);
+  }
 
   void attend(const Item& item) {
+    num_heads_ = item.num_heads;
+    for (int h = 0; h < num_heads_; h++) heads_[h].kv_head = item.first_head + h;
     visits_.clear();
     first_rows_.assign(1, 0);
-    for (int p = 0; p < item.num_parts; p++) begin_part(item, parts_[item.first_part + p]);
+    for (int p = 0; p < item.num_parts; p++) begin_part(parts_[item.first_part + p]);
     plan(item, 0, item.num_parts, 0);
-    for (size_t i = 0; i < visits_.size(); i++)
-      visit(item.kv_head, visits_[i], i + 1 < visits_.size() ? &visits_[i + 1] : nullptr);
-    for (int row = 0; row < first_rows_.back(); row++) finish_row(row);
+    for (size_t i = 0; i < visits_.size(); i++) visit(visits_[i], i + 1 < visits_.size() ? &visits_[i + 1] : nullptr);
+    for (int h = 0; h < num_heads_; h++)
+      for (int row = 0; row < first_rows_.back(); row++) finish_row(heads_[h], row);
   }
 
  private:
   typedef typename Type::element element;
 
-  void begin_part(const Item& item, const Part& part) {
+  // A head of the keys: its group at hand, and the rows that meet it.
+  struct Head {
+    int kv_head = 0;
+    TileBuffers<Type, Cached> buffers;
+    Group<Type> group;
+    Rows<Type> rows;
+    Head(long max_rows, long padded_dim) : buffers(padded_dim), rows(max_rows, padded_dim) {}
+  };
+
+  void begin_part(const Part& part) {
     const long size = group_size(a_);
-    const int first = first_rows_.back(), count = (int)(part.num_queries * size);
+    const int first = first_rows_.back(), end = first + (int)(part.num_queries * size);
     const long token = a_.query_start[part.sequence] + part.first_query;
-    for (int r = 0; r < count; r++) {
-      const int row = first + r;
-      positions_[row] = first_position(a_, part) + r / size;
-      places_[row] = (token + r / size) * a_.num_q_heads + item.kv_head * size + r % size;
+    for (int row = first; row < end; row++) {
+      positions_[row] = first_position(a_, part) + (row - first) / size;
+      places_[row] = (token + (row - first) / size) * a_.num_q_heads + (row - first) % size;
+    }
+    for (int h = 0; h < num_heads_; h++) begin_rows(heads_[h], first, end, token);
+    first_rows_.push_back(end);
+  }
+
+  void begin_rows(Head& head, int first, int end, long token) {
+    const long size = group_size(a_);
+    Rows<Type>& rows = head.rows;
+    for (int row = first; row < end; row++) {
+      const int r = row - first;
       const element* source = (const element*)a_.q + (token + r / size) * a_.q_row_stride +
-                              (item.kv_head * size + r % size) * a_.head_dim;
-      element* target = rows_.q.data() + row * a_.padded_dim;
+                              (head.kv_head * size + r % size) * a_.head_dim;
+      element* target = rows.q.data() + row * a_.padded_dim;
       memcpy(target, source, a_.head_dim * sizeof(element));
       memset(target + a_.head_dim, 0, (a_.padded_dim - a_.head_dim) * sizeof(element));
-      rows_.maximum[row] = kNothingSeen;
+      rows.maximum[row] = kNothingSeen;
     }
-    memset(rows_.total.data() + first * kTile, 0, count * kTile * sizeof(float));
-    memset(rows_.out.data() + first * a_.padded_dim, 0, count * a_.padded_dim * sizeof(float));
-    first_rows_.push_back(first + count);
+    memset(rows.total.data() + first * kTile, 0, (end - first) * kTile * sizeof(float));
+    memset(rows.out.data() + first * a_.padded_dim, 0, (end - first) * a_.padded_dim * sizeof(float));
   }
 
   // Visits for parts `begin` to `end` of the item, which share every group before `group`: what they share further on
@@ -191,19 +223,23 @@ class Worker {
     }
   }
 
-  void visit(int kv_head, const Visit& now, const Visit* next) {
+  void visit(const Visit& now, const Visit* next) {
     const long first_key = now.group * kGroup;
     const bool whole = now.lowest + 1 >= first_key + kGroup && first_seen(a_, now.highest) <= first_key;
     const int tiles = (int)std::min((now.highest - first_key) / kTile + 1, (long)kGroupTiles);
     int first = now.first_row, end = now.end_row;
     while (!whole && first < end && !sees(first, first_key)) first++;
     while (!whole && first < end && !sees(end - 1, first_key)) end--;
-    locate_group<Type, Cached>(a_, now.sequence, kv_head, first_key, first_seen(a_, now.lowest), tiles, buffers_, group_);
-    if (next) announce_group<Type, Cached>(a_, next->sequence, kv_head, next->group * kGroup, group_);
+    for (int h = 0; h < num_heads_; h++) {
+      Head& head = heads_[h];
+      locate_group<Type, Cached>(a_, now.sequence, head.kv_head, first_key, first_seen(a_, now.lowest), tiles,
+                                 head.buffers, head.group);
+      if (next) announce_group<Type, Cached>(a_, next->sequence, head.kv_head, next->group * kGroup, head.group);
+    }
     switch (a_.padded_dim) {
-      case 64: attend_batches<64>(first_key, first, end, tiles, whole); break;
-      case 128: attend_batches<128>(first_key, first, end, tiles, whole); break;
-      default: attend_batches<0>(first_key, first, end, tiles, whole);
+      case 64: attend_heads<64>(first_key, first, end, tiles, whole); break;
+      case 128: attend_heads<128>(first_key, first, end, tiles, whole); break;
+      default: attend_heads<0>(first_key, first, end, tiles, whole);
     }
   }
 
@@ -216,54 +252,64 @@ class Worker {
             (int)std::clamp(position + 1 - first_key, 0L, (long)kGroup)};
   }
 
+  // Heads side by side where their rows are few, else one after another.
   template <int Dim>
-  void attend_batches(long first_key, int first, int end, int tiles, bool whole) {
-    for (int row = first; row < end; row += kBatchRows)
-      attend_rows<Dim>(first_key, row, std::min(row + kBatchRows, end), tiles, whole);
+  void attend_heads(long first_key, int first, int end, int tiles, bool whole) {
+    const int together = (end - first) * num_heads_ <= kBatchRows ? num_heads_ : 1;
+    for (int h = 0; h < num_heads_; h += together)
+      for (int row = first; row < end; row += kBatchRows)
+        attend_rows<Dim>(h, h + together, first_key, row, std::min(row + kBatchRows, end), tiles, whole);
   }
 
   template <int Dim>
-  void attend_rows(long first_key, int first, int end, int tiles, bool whole) {
+  void attend_rows(int first_head, int end_head, long first_key, int first, int end, int tiles, bool whole) {
     const bool adjusted = a_.soft_cap > 0 || a_.key_scales;
     const float scale = (a_.soft_cap > 0 ? 1.0f : a_.scale) * kLog2e;
-    rows_.begin_batch(first);
-    score<Dim>(first, end, tiles);
+    for (int h = first_head; h < end_head; h++) {
+      heads_[h].rows.begin_batch(first);
+      score<Dim>(heads_[h], first, end, tiles);
+    }
     for (int row = first; row < end && (adjusted || !whole); row++) {
       const Span seen = span(row, first_key);
       if (adjusted || seen.first > 0 || seen.end < kGroup)
-        adjust_scores(a_, group_, rows_.scores(row), seen);
+        for (int h = first_head; h < end_head; h++)
+          adjust_scores(a_, heads_[h].group, heads_[h].rows.scores(row), seen);
     }
-    raise_maxima(rows_, first, end, scale);
-    weigh_scores(group_, rows_, first, end, scale, a_.value_scales != nullptr);
-    add_values<Dim>(first, end, tiles);
+    for (int h = first_head; h < end_head; h++) raise_maxima(heads_[h].rows, first, end, scale);
+    for (int h = first_head; h < end_head; h++)
+      weigh_scores(heads_[h].group, heads_[h].rows, first, end, scale, a_.value_scales != nullptr);
+    for (int h = first_head; h < end_head; h++) add_values<Dim>(heads_[h], first, end, tiles);
   }
 
   template <int Dim>
-  void score(int first, int end, int tiles) {
+  void score(Head& head, int first, int end, int tiles) {
 #if defined(RK_TILES)
     if constexpr (kMayUseTiles)
-      if (uses_tiles_) return score_rows_on_tiles(group_, rows_, first, end, a_.padded_dim, tiles);
+      if (uses_tiles_) return score_rows_on_tiles(head.group, head.rows, first, end, a_.padded_dim, tiles);
 #endif
-    multiply_rows<Type, Dim, false>(group_, rows_, first, end, a_.padded_dim, tiles);
+    multiply_rows<Type, Dim, false>(head.group, head.rows, first, end, a_.padded_dim, tiles);
   }
 
   template <int Dim>
-  void add_values(int first, int end, int tiles) {
+  void add_values(Head& head, int first, int end, int tiles) {
 #if defined(RK_TILES)
     if constexpr (kMayUseTiles)
-      if (uses_tiles_) return add_values_on_tiles(group_, rows_, first, end, a_.padded_dim, tiles, spare_.data());
+      if (uses_tiles_)
+        return add_values_on_tiles(head.group, head.rows, first, end, a_.padded_dim, tiles, spare_.data());
 #endif
-    multiply_rows<Type, Dim, true>(group_, rows_, first, end, a_.padded_dim, tiles);
+    multiply_rows<Type, Dim, true>(head.group, head.rows, first, end, a_.padded_dim, tiles);
   }
 
-  void finish_row(int row) {
-    const float total = horizontal_sum(load(rows_.total.data() + row * kTile)), inverse = 1.0f / total;
-    const float* source = rows_.out.data() + row * a_.padded_dim;
-    element* target = (element*)a_.out + places_[row] * a_.head_dim;
+  void finish_row(Head& head, int row) {
+    Rows<Type>& rows = head.rows;
+    const long place = places_[row] + head.kv_head * group_size(a_);
+    const float total = horizontal_sum(load(rows.total.data() + row * kTile)), inverse = 1.0f / total;
+    const float* source = rows.out.data() + row * a_.padded_dim;
+    element* target = (element*)a_.out + place * a_.head_dim;
     long d = 0;
     for (; d + kTile <= a_.head_dim; d += kTile) store(target + d, load(source + d) * inverse);
     if (d < a_.head_dim) store_partial(target + d, load(source + d) * inverse, a_.head_dim - d);
-    if (a_.lse) a_.lse[places_[row]] = rows_.maximum[row] * kLn2 + slog(total);
+    if (a_.lse) a_.lse[place] = rows.maximum[row] * kLn2 + slog(total);
   }
 
   const Arguments& a_;
@@ -274,10 +320,9 @@ class Worker {
   Buffer<float> spare_{kTile * a_.padded_dim};
   TileRegisters registers_{kAttentionTiles};
 #endif
-  TileBuffers<Type, Cached> buffers_;
-  Group<Type> group_;
-  Rows<Type> rows_;
-  std::vector<long> positions_, places_;  // of each row of the item: its query's position, and token * heads + head
+  std::vector<Head> heads_;
+  int num_heads_ = 0;                     // of the item
+  std::vector<long> positions_, places_;  // of each row: its query's position, and token * heads + its place in the group
   std::vector<int> first_rows_;           // of each part of the item, and the end of the last
   std::vector<Visit> visits_;
 };
@@ -287,8 +332,10 @@ void attend(const Arguments& a) {
   const std::vector<Part> parts = make_parts(a);
   const std::vector<Item> items = make_items(a, parts);
   const long max_rows = std::max((long)kItemRows, group_size(a));
+  int max_heads = 1;
+  for (const Item& item : items) max_heads = std::max(max_heads, item.num_heads);
   parallel_items((long)items.size(), 1, true, [&](Items& queue) {
-    Worker<Type, Cached> worker(a, parts, max_rows);
+    Worker<Type, Cached> worker(a, parts, max_rows, max_heads);
     for (long i, end; queue.take(&i, &end);) worker.attend(items[i]);
   });
 }
