@@ -25,6 +25,8 @@ struct Slot {
         lane(slot % kTile),
         padded_dim(padded) {}
 
+  // Those that lie side by side, from dimension `d`, a multiple of `inner`, on.
+  void write_keys(long d, const T* x) const { memcpy(keys + d * kTile + lane * inner, x, inner * sizeof(T)); }
   void write_key(long d, T x) const { keys[((d / inner) * kTile + lane) * inner + d % inner] = x; }
   void write_value(long d, T x) const { values[((lane / inner) * padded_dim + d) * inner + lane % inner] = x; }
 };
@@ -40,7 +42,13 @@ void write_token(const Tokens& tokens, long t, long slot, void* k_cache, void* v
     const T* key = (const T*)tokens.k + t * tokens.k_row + h * tokens.k_head;
     const T* value = (const T*)tokens.v + t * tokens.v_row + h * tokens.v_head;
     const Slot<T> target(k_cache, v_cache, slot, tokens.heads, h, padded_dim);
-    for (long d = 0; d < padded_dim; d++) {
+    constexpr int inner = Slot<T>::inner;
+    long d = 0;
+    for (; d + inner <= tokens.head_dim; d += inner) {
+      target.write_keys(d, key + d);
+      for (int i = 0; i < inner; i++) target.write_value(d + i, value[d + i]);
+    }
+    for (; d < padded_dim; d++) {
       target.write_key(d, d < tokens.head_dim ? key[d] : T{});
       target.write_value(d, d < tokens.head_dim ? value[d] : T{});
     }
@@ -99,7 +107,7 @@ extern "C" long rk_write_kv(const void* k, long k_row, long k_head, const void* 
     if (slots[t] < 0 || slots[t] >= num_slots) return t + 1;
   const Tokens tokens = {k, v, k_row, k_head, v_row, v_head, heads, head_dim};
   const long padded_dim = (head_dim + kTile - 1) / kTile * kTile;
-  const bool worthwhile = num_tokens * heads * head_dim > kParallelElements;
+  const bool worthwhile = num_tokens * heads * head_dim > kParallelElements / 8;  // most of them in a cache line of its own
   with_dtype(dtype, [&](auto* p) {
     typedef RK_ELEMENT(p) T;
     if (kv_dtype != RK_INT8) {
