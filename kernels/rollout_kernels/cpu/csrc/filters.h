@@ -19,6 +19,8 @@ struct Cut {
   int id;
 };
 
+// Memory of a thread for the rows of one call. What few draws need is there once one of them asks: all of it together is
+// nine times a row, and its first touch takes longer than the draw.
 struct Scratch {
   std::vector<float> exponentials, masked, group_maxima;
   std::vector<int> ids;  // of the tokens under consideration, ascending, with their logits and exponentials
@@ -28,11 +30,16 @@ struct Scratch {
   std::vector<double> bins;
   std::vector<uint32_t> words;  // a bit for each token that may be drawn
 
-  explicit Scratch(long size) : masked(size), bins(2048) {
-    const long padded = size + 32;  // room for whole vectors past the end
-    for (auto* buffer : {&exponentials, &logits, &weights, &subset_logits, &subset_weights}) buffer->resize(padded);
-    for (auto* buffer : {&ids, &bin_of, &subset}) buffer->resize(padded);
+  explicit Scratch(long size) : exponentials(padded(size)) {}
+
+  void make_room_for_filters(long size) {
+    for (auto* buffer : {&logits, &weights, &subset_logits, &subset_weights}) buffer->resize(padded(size));
+    for (auto* buffer : {&ids, &bin_of, &subset}) buffer->resize(padded(size));
+    bins.resize(2048);
   }
+
+ private:
+  static long padded(long size) { return size + 32; }  // room for whole vectors past the end
 };
 
 // Appends the lanes that `bits` selects; may write a whole vector past the end.
@@ -185,6 +192,7 @@ struct Filters {
 // Leaves the kept tokens' ids and exponentials in `s.ids` and `s.weights`; returns how many. x is masked where need be,
 // and `s.exponentials` belong to it, with the maximum at exactly 1 and the sum `total`.
 long apply_filters(const float* x, long size, double total, Filters filters, Scratch& s) {
+  s.make_room_for_filters(size);
   long count;
   if (filters.top_k > 0) {
     count = collect(x, top_k_lower_bound(x, size, filters.top_k, s), x, size, s);

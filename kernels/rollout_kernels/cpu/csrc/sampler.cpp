@@ -159,6 +159,7 @@ Drawn draw_row(const SampleArguments& a, long draw, Scratch& scratch) {
   long finite = -1;  // tokens that masks leave: counted when they are asked for
   const bool masked = allowed_words(a, draw, scratch);
   if (masked) {
+    scratch.masked.resize(size);
     x = scratch.masked.data();
     finite = apply_mask(row, scratch.words.data(), size, scratch.masked.data(), &maximum);
     if (finite == 0) {
