@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.core.beam import BeamOptions, BeamResult
@@ -116,6 +116,12 @@ class Request:
             )
 
     @property
+    def may_join(self) -> bool:
+        """Whether it may fork from another request with its prompt: it samples, and from the end of its prompt on."""
+        begins = self.token_ids == self.prompt_token_ids and not self.forced_token_ids and self.forked_from is None
+        return begins and self.max_tokens > 0 and self.beam_options is None and not self.scores_prompt
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
@@ -208,3 +214,31 @@ class Request:
         if position - len(self.prompt_token_ids) >= self.params.min_tokens:
             return ()
         return tuple(sorted(self.eos_token_ids | self.stop_token_ids))
+
+
+def join_equal_prompts(requests: Iterable[Request]) -> list[Request]:
+    """The leaders of requests that arrive together: those with the same prompt become forks of the first of them.
+
+    The prefix cache alone would have each of them compute the last block of the prompt again. What a sample is does not
+    depend on it.
+    """
+    leaders: list[Request] = []
+    first: dict[tuple[object, ...], Request] = {}
+    for request in requests:
+        if not request.may_join:
+            leaders.append(request)
+            continue
+        key = (
+            tuple(request.prompt_token_ids),
+            request.cache_salt,
+            request.adapter_key,
+            request.adapter_slot,
+            request.priority,
+        )
+        leader = first.setdefault(key, request)
+        if leader is request:
+            leaders.append(request)
+        else:
+            leader.siblings += [request, *request.siblings]
+            request.siblings = []
+    return leaders

@@ -42,7 +42,7 @@ from rollout.lora.manager import AdapterManager, LoadedAdapter
 from rollout.lora.request import LoRARequest
 from rollout.metrics import EngineCounters, EngineSnapshot
 from rollout.models.causal_lm import CausalLM
-from rollout.request import FinishReason, Request
+from rollout.request import FinishReason, Request, join_equal_prompts
 from rollout.sampling_params import SamplingParams
 from rollout.weights.guard import SharedWeightsGuard, change_count, shared_versions
 from rollout.weights.placement import Placement
@@ -212,7 +212,7 @@ class EngineCore:
         self.check_ready()
         for request in requests:
             self.scheduler.check_fits(request)
-        for request in requests:
+        for request in join_equal_prompts(requests) if self.config.enable_prefix_caching else requests:
             for sample in (request, *request.siblings):
                 sample.policy_version = self._policy_version
             self.scheduler.add(request)

@@ -126,6 +126,31 @@ def test_outputs_come_in_input_order_with_parameters_of_their_own(tmp_path: Path
         llm.generate([[3], [4], [5]], [SamplingParams(), SamplingParams()])
 
 
+def test_requests_with_equal_prompts_compute_it_once_and_sample_as_each_alone(tmp_path: Path) -> None:
+    prompts = [[*range(5, 26)], [7, 8, 9], [*range(5, 26)], [*range(5, 26)]]
+    params = [
+        SamplingParams(temperature=1.0, seed=number, max_tokens=3 + number, ignore_eos=True, n=1 + number % 2)
+        for number in range(4)
+    ]
+    llm = LLM(make_tiny_llama(tmp_path), kv_cache_memory="4MiB")
+    rows: list[int] = []
+    execute = llm.engine.executor.execute
+
+    def watch(plan: Any) -> Any:
+        rows.append(sum(len(sequence.token_ids) for sequence in plan.sequences))
+        return execute(plan)
+
+    llm.engine.executor.execute = watch  # type: ignore[method-assign]
+    together = llm.generate(prompts, params)
+    assert rows[0] == 21 + 3  # not the last block of the prompt once more for each request that has it
+    for prompt, each, output in zip(prompts, params, together, strict=True):
+        assert llm.reset_prefix_cache()
+        alone = llm.generate(prompt, each)[0]
+        for expected, sample in zip(alone.outputs, output.outputs, strict=True):
+            assert sample.token_ids == expected.token_ids
+            assert np.array_equal(sample.raw_logprobs, expected.raw_logprobs)
+
+
 def test_text_ids_dicts_and_messages_are_prompts(tmp_path: Path) -> None:
     llm = LLM(make_tiny_llama(tmp_path, tokenizer=True), kv_cache_memory="4MiB")
     tokenizer = llm.get_tokenizer()
