@@ -210,7 +210,7 @@ def test_what_an_engine_cannot_apply_is_refused_before_the_first_step(
 
 def test_embeddings_that_the_engine_cannot_adapt_are_refused_before_the_first_step(tmp_path: Path):
     untied = make_tiny_llama(tmp_path / "untied", tokenizer=True, tie=False)
-    with pytest.raises(ValueError, match="policy.lora.send='adapter' is not valid: it must be 'merged', since the eng"):
+    with pytest.raises(ValueError, match="since the engine cannot apply this adapter"):
         train(untied, tmp_path, *ADAPTER, "policy.lora.target_modules=[q_proj, embed_tokens]")
 
 
