@@ -25,7 +25,7 @@ MODES = {
     "one step off, over-sampled": ("asynchrony.mode=one_step_off", "asynchrony.over_sampling=0.5", *AHEAD),
     "in flight": ("asynchrony.mode=in_flight", "asynchrony.max_staleness=2", *AHEAD),
     "in flight, recomputed": ("asynchrony.mode=in_flight", "asynchrony.held_cache=recompute", *AHEAD),
-    "partial rollouts": ("asynchrony.step_tokens=30",),
+    "partial rollouts": ("asynchrony.step_tokens=30", "algorithm.group_size=2", "algorithm.prompts_per_step=4"),
     "over-sampled": ("asynchrony.over_sampling=0.5",),
 }
 BOUNDS = {"one step off": 1, "in flight, recomputed": 1, "partial rollouts": 1, "over-sampled": 1}  # others: 2
