@@ -44,7 +44,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(**options: object) -> Path:
         key = repr(sorted(options.items(), key=lambda item: item[0]))
         if key not in made:
-            made[key] = make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", **options)  # type: ignore[arg-type]
+            folder = tmp_path_factory.mktemp("tiny") / "model"
+            made[key] = make_tiny_llama(folder, **options)  # type: ignore[arg-type]  # of the types that it asks for
         return made[key]
 
     return make

@@ -212,6 +212,7 @@ class EngineCore:
         self.check_ready()
         for request in requests:
             self.scheduler.check_fits(request)
+        # Without a prefix cache nobody shares what another request has computed.
         for request in join_equal_prompts(requests) if self.config.enable_prefix_caching else requests:
             for sample in (request, *request.siblings):
                 sample.policy_version = self._policy_version

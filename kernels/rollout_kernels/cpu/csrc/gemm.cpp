@@ -226,7 +226,7 @@ template <>
 struct Scratch<Bfloat16> {
   void block(const Problem& p, long row, long rows_end, long column, long columns_end) {
     if (!has_tiles()) return register_block<Bfloat16>(p, row, rows_end, column, columns_end);
-    static thread_local PackedRows packed;
+    static thread_local PackedRows packed;  // some 512 KiB, kept, since fresh memory would cost page faults
     const long steps = (p.K + kTileStep - 1) / kTileStep, stride = p.w_stride * (long)sizeof(bf16);
     if (row != row_ || rows_end != rows_end_) {
       packed.pack((const bf16*)p.x + row * p.x_stride, p.x_stride, rows_end - row, p.K);
