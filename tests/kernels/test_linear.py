@@ -62,6 +62,18 @@ def test_linear_row_does_not_depend_on_batch_or_threads(
                 assert_same_bits(rk.linear(x, weight, out_dtype=torch.float32), whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_threads_than_processors_and_than_columns_leave_nothing_out(dtype: torch.dtype) -> None:
+    x, weight = randn(3, 64, dtype=dtype, seed=8), randn(1000, 64, dtype=dtype, seed=9)
+    with num_threads(1):
+        expected = rk.linear(x, weight)
+    for count in (3, 7, 80):
+        with num_threads(count):
+            for columns in (1, 33, 1000):
+                for _ in range(20):
+                    assert_same_bits(rk.linear(x, weight[:columns]), expected[:, :columns].contiguous())
+
+
 def test_linear_column_does_not_depend_on_the_columns_beside_it() -> None:
     x, weight = randn(7, 100, dtype=torch.bfloat16, seed=6), randn(70, 100, dtype=torch.bfloat16, seed=7)
     whole = rk.linear(x, weight)

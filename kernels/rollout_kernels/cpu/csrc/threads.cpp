@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -102,6 +103,55 @@ Team* current_team() {
 }
 
 }  // namespace
+
+Ranges::Ranges(long count, long threads) : size_(std::clamp(std::min(count, threads), 1L, kMost)) {
+  for (long i = 0; i < size_; i++) {
+    const uint64_t begin = count * i / size_, end = count * (i + 1) / size_;
+    rests_[i].units.store(begin << 32 | end, std::memory_order_relaxed);
+  }
+}
+
+// Takes units from the front of a range; false where it is empty.
+bool Ranges::cut(Rest& rest, long most, long* begin, long* end) {
+  uint64_t units = rest.units.load(std::memory_order_relaxed);
+  do {
+    const long last = (long)(uint32_t)units;
+    *begin = (long)(units >> 32);
+    *end = std::min(*begin + most, last);
+    if (*begin >= last) return false;
+  } while (!rest.units.compare_exchange_weak(units, (uint64_t)*end << 32 | (uint32_t)units, std::memory_order_relaxed));
+  return true;
+}
+
+// The range with most units left, or null where all are empty.
+Ranges::Rest* Ranges::largest() {
+  Rest* found = nullptr;
+  long most = 0;
+  for (long i = 0; i < size_; i++) {
+    const uint64_t units = rests_[i].units.load(std::memory_order_relaxed);
+    const long left = (long)(uint32_t)units - (long)(units >> 32);
+    if (left > most) most = left, found = &rests_[i];
+  }
+  return found;
+}
+
+bool Ranges::take(long place, long most, long* begin, long* end) {
+  if (place < size_ && cut(rests_[place], most, begin, end)) return true;
+  for (Rest* other; (other = largest());) {
+    if (place >= size_) {
+      if (cut(*other, most, begin, end)) return true;
+      continue;
+    }
+    uint64_t units = other->units.load(std::memory_order_relaxed);
+    const uint64_t first = units >> 32, last = (uint32_t)units, middle = first + (last - first) / 2;
+    if (first >= last) continue;
+    if (!other->units.compare_exchange_strong(units, first << 32 | middle, std::memory_order_relaxed)) continue;
+    // Nobody else writes to an empty range of this thread's own.
+    rests_[place].units.store(middle << 32 | last, std::memory_order_relaxed);
+    if (cut(rests_[place], most, begin, end)) return true;
+  }
+  return false;
+}
 
 long num_threads() { return current_team()->limit.load(std::memory_order_relaxed); }
 
