@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import contains
 
 import numpy as np
 import torch
 import torch.nn.modules.module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from rollout.core.schedule import ScheduledSequence
 from rollout.models.causal_lm import CausalLM
@@ -67,6 +70,7 @@ class DecodePrograms:
         modules = list(model.modules())
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._has_hooks, self._handles_seen = False, -1
         self._attributes = [vars(module) for module in modules]
         self._rows = np.arange(max_rows + 1)
         self._input_ids = np.zeros(max_rows, np.int64)
@@ -103,8 +107,8 @@ class DecodePrograms:
         count = sum(lengths)
         if self.problem is not None or count > self.max_rows:
             return None
-        if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
-            return None  # somebody watches or changes what modules do: a replay would not call them
+        if self._is_watched():
+            return None
         if not can_record(self._kv_caches[0].keys):
             return None
         if count == len(sequences):
@@ -129,19 +133,34 @@ class DecodePrograms:
             self._features.write(torch.from_numpy(self._slot_mapping[:count]), recorded.hidden)
         return recorded.logits
 
+    def _is_watched(self) -> bool:
+        """Whether somebody watches or changes what modules do: a replay would not call them.
+
+        Every hook has a handle, and handles are numbered: without a new one there is no new hook. To look at the hooks
+        of all modules takes a fiftieth of a step of one sequence, which has emptied the processor's caches before.
+        """
+        if self._has_hooks or RemovableHandle.next_id != self._handles_seen:
+            self._handles_seen = RemovableHandle.next_id
+            self._has_hooks = any(self._hooks)
+        return self._has_hooks or any(map(contains, self._attributes, repeat("forward")))
+
     def _fill(self, sequences: Sequence[ScheduledSequence]) -> None:
         """The inputs of a step with one row a sequence into the buffers that the recorded kernels read."""
         count = len(sequences)
         if not self._has_one_row_each:
             self._query_start[:] = self._rows
             self._has_one_row_each = True
+        starts = [sequence.start for sequence in sequences]
         self._input_ids[:count] = [sequence.token_ids[0] for sequence in sequences]
         self._adapter_ids[:count] = [sequence.adapter_slot for sequence in sequences]
-        positions = self._positions[:count]
-        positions[:] = [sequence.start for sequence in sequences]
-        np.add(positions, 1, out=self._seq_lens[:count], casting="unsafe")
+        self._positions[:count] = starts
+        self._seq_lens[:count] = [start + 1 for start in starts]
         self._fill_tables(sequences)
-        self._fill_slots(self._rows[:count], self._places(sequences, positions, self._rows[:count]))
+        places = self._places(sequences, starts, self._rows[:count])
+        self._slot_mapping[:count] = [
+            sequence.block_ids[place // self._block_size] * self._slots_per_block + place % self._block_size
+            for sequence, place in zip(sequences, places, strict=True)
+        ]
 
     def _fill_several(self, sequences: Sequence[ScheduledSequence], lengths: Sequence[int], count: int) -> None:
         """The same for a step of `count` rows, of which sequence i has `lengths[i]`."""
@@ -159,7 +178,9 @@ class DecodePrograms:
         self._seq_lens[:num_seqs] = starts + lengths
         self._seq_lens[num_seqs:count] = 0
         self._fill_tables(sequences)
-        self._fill_slots(owner, self._places(sequences, positions, owner))
+        places = np.asarray(self._places(sequences, positions, owner))
+        blocks = self._block_tables[owner, places // self._block_size].astype(np.int64)
+        np.add(blocks * self._slots_per_block, places % self._block_size, out=self._slot_mapping[:count])
 
     def _fill_tables(self, sequences: Sequence[ScheduledSequence]) -> None:
         for row, sequence in enumerate(sequences):
@@ -168,8 +189,11 @@ class DecodePrograms:
                 self._table_rows[row] = block_ids
                 self._block_tables[row, : len(block_ids)] = block_ids
 
-    def _places(self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, owner: np.ndarray) -> np.ndarray:
-        """Where the KV of each row goes, as a place in its sequence's table: mostly its position. int64 [R]."""
+    def _places(
+        self, sequences: Sequence[ScheduledSequence], positions: list[int] | np.ndarray, owner: np.ndarray
+    ) -> list[int] | np.ndarray:
+        """Where the KV of each row goes, as a place in its sequence's table: mostly its position. `owner`, int64 [R]: the
+        sequence of each row."""
         last_places = [sequence.last_place for sequence in sequences]
         if max(last_places) < 0:
             if self._has_other_places:
@@ -181,11 +205,6 @@ class DecodePrograms:
         self._last_places[len(sequences) :] = -1
         of_rows = self._last_places[owner]
         return np.where(of_rows >= 0, of_rows, positions)
-
-    def _fill_slots(self, owner: np.ndarray, places: np.ndarray) -> None:
-        """The slots of the rows. `owner`: its sequence's row of the tables; both are int64 [R]."""
-        blocks = self._block_tables[owner, places // self._block_size].astype(np.int64)
-        np.add(blocks * self._slots_per_block, places % self._block_size, out=self._slot_mapping[: len(owner)])
 
     def _step(self, count: int, has_adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
         paged = PagedContext(

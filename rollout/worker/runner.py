@@ -234,7 +234,7 @@ class Runner:
         )
         if self.notes_likely:
             result.likely = likely_tokens(logits, draws, rows, token_ids, raw_logprobs, sampled_logprobs, self.inputs)
-        if NOT_A_TOKEN in token_ids:
+        if NOT_A_TOKEN in token_ids.tolist():
             result.failures = _why_not_drawn(sampled.status) | ({} if adjustment is None else adjustment.failures)
         return result
 
