@@ -22,9 +22,10 @@ def sample_rows(
 ) -> rollout_kernels.SampleResult:
     """Draws one token for each of `draws`, from row `rows[i]` of `logits` (float32 [R, vocab]), as it was adjusted."""
     params = [draw.params for draw in draws]
-    # Few arrays of several rows each: a step of one sequence has just streamed all weights through the processor's caches,
-    # and every call begins with what is no longer there.
-    shares = np.array([[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]], np.float32)
+    # Few arrays of several rows each: a step of one sequence has just streamed all weights through the processor's
+    # caches, and every call begins with what is no longer there.
+    tempered, top_p, min_p = [p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]
+    floats = np.array([tempered, top_p, min_p], np.float32)
     top_k = np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32)
     seeds, indices = [draw.seed for draw in draws], [draw.sample_index for draw in draws]
     integers = np.array([seeds, indices, [draw.position for draw in draws], rows], np.int64)
@@ -32,18 +33,16 @@ def sample_rows(
     changed = Adjustment() if adjustment is None else adjustment
     rows_of = [] if changed.row_index is None else [changed.row_index]
     masks = [] if changed.masks is None or changed.mask_index is None else [changed.masks, changed.mask_index]
-    shares_sent, top_k_sent, integers_sent, *rest = inputs.send(
-        [shares, top_k, integers, *forced, *banned, *rows_of, *masks]
-    )
-    temperature, top_p, min_p = shares_sent.unbind()
-    seed, sample_index, position, row_index = integers_sent.unbind()
-    optional = iter(rest)
+    sent = inputs.send([floats, top_k, integers, *forced, *banned, *rows_of, *masks])
+    (temperature, top_p_sent, min_p_sent), top_k_sent = sent[0].unbind(), sent[1]
+    seed, sample_index, position, row_index = sent[2].unbind()
+    optional = iter(sent[3:])
     return rollout_kernels.sample(
         logits,
         temperature=temperature,
         top_k=top_k_sent,
-        top_p=top_p,
-        min_p=min_p,
+        top_p=top_p_sent,
+        min_p=min_p_sent,
         seed=seed,
         sample_index=sample_index,
         position=position,

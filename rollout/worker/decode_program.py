@@ -192,8 +192,8 @@ class DecodePrograms:
     def _places(
         self, sequences: Sequence[ScheduledSequence], positions: list[int] | np.ndarray, owner: np.ndarray
     ) -> list[int] | np.ndarray:
-        """Where the KV of each row goes, as a place in its sequence's table: mostly its position. `owner`, int64 [R]: the
-        sequence of each row."""
+        """Where the KV of each row goes, as a place in its sequence's table: mostly its position. `owner`, int64 [R]:
+        the sequence of each row."""
         last_places = [sequence.last_place for sequence in sequences]
         if max(last_places) < 0:
             if self._has_other_places:
