@@ -212,22 +212,17 @@ void block(const Problem& p, long row, long rows_end, long panel, long panels_en
   for (; panel < panels_end; panel++) rows_of_tiles<kTallRows, 1>(p, row, rows_end, panel);
 }
 
-// Work is cut into strips of rows (whose quantised x stays in the second-level cache) and runs of panels.
+// Work is cut into strips of rows (whose quantised x stays in the second-level cache) and pairs of panels. A thread goes
+// through neighbouring panels of a strip.
 void multiply(const Problem& p, long T) {
-  const long num_panels = (p.N + kPanel - 1) / kPanel, threads = num_threads();
-  const long panel_bytes = p.groups * kGroup * kPanel;
+  const long num_panels = (p.N + kPanel - 1) / kPanel, pairs = (num_panels + 1) / 2;
   constexpr long kCache = 192 * 1024, kRows = 24;
-  long strip = kCache / row_bytes(p.groups) / kRows * kRows;
-  strip = strip < kRows ? kRows : strip;
-  const long fitting = round_up(kCache / panel_bytes, 2), share = round_up((num_panels + 2 * threads - 1) / (2 * threads), 2);
-  const long panels = fitting > share ? share : fitting < 2 ? 2 : fitting;
-  const long strips = (T + strip - 1) / strip, runs = (num_panels + panels - 1) / panels;
-  parallel_items(runs * strips, 1, (double)T * p.N * p.groups * kGroup > 40000.0, [&](Items& items) {
-    for (long begin, end; items.take(&begin, &end);)
-      for (long item = begin; item < end; item++) {
-        const long first = item / strips * panels, row = item % strips * strip;
-        block(p, row, row + strip < T ? row + strip : T, first, first + panels < num_panels ? first + panels : num_panels);
-      }
+  const long strip = std::max(kCache / row_bytes(p.groups) / kRows * kRows, kRows), strips = (T + strip - 1) / strip;
+  parallel_ranges(pairs * strips, (double)T * p.N * p.groups * kGroup > 40000.0, [&](Range& range) {
+    for (long i, end; range.take(1, &i, &end);) {
+      const long row = i / pairs * strip, panel = i % pairs * 2;
+      block(p, row, std::min(row + strip, T), panel, std::min(panel + 2, num_panels));
+    }
   });
 }
 
