@@ -224,6 +224,36 @@ def test_long_attention_gradients_equal_float64(lengths: tuple[int, ...]) -> Non
         assert_close(result, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "soft_cap"), [(2, None), (50, None), (64, 3.0), (131, 0.7), (None, 3.0)])
+def test_long_attention_gradients_under_windows_and_soft_caps_equal_float64(
+    window: int | None, soft_cap: float | None, dtype: torch.dtype
+) -> None:
+    """Against torch's own gradients of the dense formula."""
+    lengths = (201, 64, 3)
+    total = sum(lengths)
+    inputs = [randn(total, heads, 40, dtype=dtype, seed=heads + i) for i, heads in enumerate((6, 2, 2))]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return rk.varlen_attention(q, k, v, starts(*lengths), 0.25, window, soft_cap)
+
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        behind = torch.arange(total)[:, None] - torch.arange(total)  # of a query, how far the key is
+        seen = (sequence[:, None] == sequence) & (behind >= 0) & (behind < (total if window is None else window))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(3, 1)) * 0.25
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", probabilities, v.repeat_interleave(3, 1))
+
+    expected_out, expected = gradients(exact, [x.double() for x in inputs])
+    out, actual = gradients(run, inputs)
+    assert_close(out[0], expected_out[0], 1e-5 if dtype == torch.float32 else 1e-2)
+    for result, wanted in zip(actual, expected, strict=True):
+        assert_close(result, wanted, 1e-5 if dtype == torch.float32 else 6e-2)
+
+
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
 @pytest.mark.parametrize("lengths", [(150,), (64, 65, 47), (1, 2, 100, 3)])
 def test_bfloat16_attention_gradients_are_within_a_rounding_of_float64(lengths: tuple[int, ...], head_dim: int) -> None:

@@ -97,7 +97,7 @@ SIGNATURES = {
     "rk_write_kv": ("l", "pll pll ii pp pp p l lll"),
     "rk_copy_blocks": ("-", "p p p l p l"),
     "rk_paged_attention": ("-", "pl pp pp ii pl p p p lllll f lf p p"),
-    "rk_attention_backward": ("-", "p pl pl pl p p i p llll f p p p"),
+    "rk_attention_backward": ("-", "p pl pl pl p p i p llll f l f p p p"),
     "rk_sample": ("l", "S"),
     "rk_noise_bits": ("-", "lll p p l"),
     "rk_token_logprobs": ("l", "pl p p f p p ll"),

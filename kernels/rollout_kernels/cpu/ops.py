@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rollout_kernels import reference
 from rollout_kernels.cpu.bindings import CSampleArguments, CTopArguments, bind
 from rollout_kernels.cpu.build import load_library
 from rollout_kernels.errors import (
@@ -338,15 +337,13 @@ class CpuKernels:
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        hides_keys = window is not None and window < q.shape[0] and window < int(query_start.diff().max())
-        if hides_keys or soft_cap is not None:  # which the C++ kernel does not know
-            return reference.attention_backward(grad, q, k, v, out, lse, query_start, scale, window, soft_cap)
         self._follow_torch()
         grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
         self._attention_backward(
             *(grad.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *(out.data_ptr(), lse.data_ptr(), _DTYPE[q.dtype], query_start.data_ptr(), query_start.shape[0] - 1),
-            *(q.shape[1], k.shape[1], q.shape[2], scale, *(tensor.data_ptr() for tensor in grads)),
+            *(q.shape[1], k.shape[1], q.shape[2], scale, window or 0, soft_cap or 0.0),
+            *(tensor.data_ptr() for tensor in grads),
         )
         return grads[0], grads[1], grads[2]
 

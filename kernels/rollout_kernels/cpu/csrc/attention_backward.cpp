@@ -4,6 +4,7 @@
 // over blocks of 64 keys; each block meets every later block of 48 queries of every query head of the group:
 //   P = exp(scale Q K^T - lse)    dP = dO V^T    dS = scale P (dP - delta)    delta = sum(dO O)
 //   dV += P^T dO                  dK += dS^T Q   dQ += dS K
+// Scores above a soft cap c are c tanh(scale Q K^T / c), and dS has the slope of that.
 // Where the machine multiplies pairs of bfloat16, the operands of bfloat16 tensors stay in it (P and dS are rounded to
 // it); else they are widened. Sums are float32. All five products are one routine: the left operand is read by single
 // values (or pairs of neighbours along the summed dimension) and may lie transposed; the right operand holds, for each
@@ -123,7 +124,8 @@ struct Arguments {
   const int* query_start;
   long q_row, k_row, v_row;  // strides in elements; heads are head_dim apart
   long num_q_heads, num_kv_heads, head_dim, padded_dim;
-  float scale;
+  float scale, soft_cap;  // a soft cap of 0: none
+  long window;            // keys that a query sees at most, its own included
   void *grad_q, *grad_k, *grad_v;
 };
 
@@ -205,14 +207,30 @@ void load_keys(const Arguments& a, long first_token, long count, long head, Scra
   pair_rows(s.keys.data(), kKeys, dim, s.key_pairs.data());
 }
 
-// P and dS of one row: query `query` sees keys up to its own index.
+// tanh, to about 1e-7.
+RK_INLINE v16f vtanh(v16f x) {
+  const v16f magnitude = (v16f)((v16u)x & 0x7fffffffu);
+  const v16f e = vexp(-2.0f * magnitude);
+  return (v16f)((v16u)((1.0f - e) / (1.0f + e)) | ((v16u)x & 0x80000000u));
+}
+
+// P and dS of one row: query `query` sees keys up to its own index, `window` of them.
 struct Row {
   v16f probability, grad_score;
 };
-RK_INLINE Row softmax_backward(v16f score, v16f grad, float lse, float delta, long query, long first_key, float scale) {
-  const v16i visible = (v16i)(kLaneIndex <= (int)(query - first_key));
-  const v16f p = vexp(score * scale - lse);
-  return {select(visible, p, v16f{}), select(visible, p * (grad - delta) * scale, v16f{})};
+RK_INLINE Row softmax_backward(const Arguments& a, v16f score, v16f grad, float lse, float delta, long query,
+                               long first_key) {
+  const long last = query - first_key, hidden = last - a.window;  // lanes up to here
+  v16i visible = (v16i)(kLaneIndex <= (int)last);
+  if (hidden >= 0) visible &= (v16i)(kLaneIndex > (int)hidden);
+  v16f scaled = score * a.scale, slope = splat(a.scale);
+  if (a.soft_cap > 0) {
+    const v16f capped = vtanh(scaled / a.soft_cap);
+    scaled = a.soft_cap * capped;
+    slope *= 1.0f - capped * capped;
+  }
+  const v16f p = vexp(scaled - lse);
+  return {select(visible, p, v16f{}), select(visible, p * (grad - delta) * slope, v16f{})};
 }
 
 RK_INLINE void store_row_pair(Scratch<Float32>& s, long row, long column, Row even, Row odd) {
@@ -277,9 +295,9 @@ void backward_block(const Arguments& a, Scratch<Type>& s, long offset, const flo
       for (long j = 0; j < seen; j += 16) {
         Row pair[2] = {};
         for (long n = 0; n < 2 && i + n < strip_rows; n++)
-          pair[n] = softmax_backward(load(s.strip + (i + n) * kKeys + j), load(s.grad_strip + (i + n) * kKeys + j),
+          pair[n] = softmax_backward(a, load(s.strip + (i + n) * kKeys + j), load(s.grad_strip + (i + n) * kKeys + j),
                                      lse[(query + n) * a.num_q_heads], s.delta[offset + query + n], query + n,
-                                     first_key + j, a.scale);
+                                     first_key + j);
         store_row_pair(s, r + i, j, pair[0], pair[1]);
       }
       for (long j = seen; j < columns; j += 16) store_row_pair(s, r + i, j, Row{}, Row{});
@@ -305,10 +323,12 @@ void backward_item(const Arguments& a, long sequence, long kv_head, Scratch<Type
     load_keys<T>(a, start + first_key, num_keys, kv_head, s);
     std::fill(s.grad_k.begin(), s.grad_k.end(), 0.0f);
     std::fill(s.grad_v.begin(), s.grad_v.end(), 0.0f);
+    // Queries behind these do not see any of the keys.
+    const long end = a.window < length ? std::min(length, in_pairs(first_key + num_keys - 1 + a.window)) : length;
     for (long g = 0; g < group; g++)
-      for (long first = first_key; first < length; first += kQueries)
+      for (long first = first_key; first < end; first += kQueries)
         backward_block(a, s, g * rows, a.lse + start * a.num_q_heads + kv_head * group + g, first,
-                       std::min(kQueries, length - first), first_key, num_keys);
+                       std::min(kQueries, end - first), first_key, num_keys);
     const long row = a.num_kv_heads * a.head_dim, offset = (start + first_key) * row + kv_head * a.head_dim;
     store_rows<T>(s.grad_k.data(), dim, a.grad_k, offset, row, num_keys, a.head_dim);
     store_rows<T>(s.grad_v.data(), dim, a.grad_v, offset, row, num_keys, a.head_dim);
@@ -322,13 +342,16 @@ void backward_item(const Arguments& a, long sequence, long kv_head, Scratch<Type
 
 }  // namespace
 
-// grad, out and the results are contiguous; q, k and v have rows `*_row` elements apart. lse is [tokens, num_q_heads].
+// grad, out and the results are contiguous; q, k and v have rows `*_row` elements apart. lse is [tokens, num_q_heads]. A
+// `window` of 0 and a `soft_cap` of 0 stand for none.
 extern "C" void rk_attention_backward(const void* grad, const void* q, long q_row, const void* k, long k_row,
                                       const void* v, long v_row, const void* out, const float* lse, int dtype,
                                       const int* query_start, long num_seqs, long num_q_heads, long num_kv_heads,
-                                      long head_dim, float scale, void* grad_q, void* grad_k, void* grad_v) {
+                                      long head_dim, float scale, long window, float soft_cap, void* grad_q,
+                                      void* grad_k, void* grad_v) {
   const Arguments a = {grad, q, k, v, out, lse, query_start, q_row, k_row, v_row, num_q_heads, num_kv_heads, head_dim,
-                       (head_dim + 15) / 16 * 16, scale, grad_q, grad_k, grad_v};
+                       (head_dim + 15) / 16 * 16, scale, soft_cap, window > 0 ? window : __LONG_MAX__ / 2,
+                       grad_q, grad_k, grad_v};
   const long items = num_seqs * num_kv_heads;
   with_dtype(dtype, [&](auto* p) {
     typedef RK_ELEMENT(p) T;
